@@ -3,6 +3,7 @@
     FlowerGeoError
     ├── ConfigError            a run-config or node-config key or value is wrong
     ├── DataError              a corpus is missing, empty, too short or unreadable
+    ├── TrainingError          the inner loop cannot go on (loss not finite, ...)
     ├── ModelError             a model cannot be built, loaded, matched or exported
     ├── CodecError
     │   ├── CodecSpecError     a codec spec string cannot be read
@@ -41,6 +42,7 @@ __all__ = [
     "RunFailed",
     "StateError",
     "StateLocked",
+    "TrainingError",
 ]
 
 
@@ -58,6 +60,10 @@ class DataError(FlowerGeoError):
 
 class ModelError(FlowerGeoError):
     """A model or tokenizer cannot be built, loaded, matched or exported."""
+
+
+class TrainingError(FlowerGeoError):
+    """The inner loop cannot go on, for instance because the loss is not finite."""
 
 
 class CodecError(FlowerGeoError):
