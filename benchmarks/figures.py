@@ -1,0 +1,56 @@
+"""Where benchmarks leave their figures, and how they print them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def output_folder() -> Path:
+    """Folder of the JSON figures, made when missing."""
+    folder = Path(os.environ.get("FLOWER_GEO_ARTEFACTS", REPO / "artefacts")) / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table; floats with four significant digits."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def publish(name: str, title: str, text: str, figures: Any) -> None:
+    """Print a benchmark's page and keep it for ``benchmarks/write_docs.py``."""
+    print(f"\n## {title}\n\n{text}\n", flush=True)
+    record = {
+        "name": name, "title": title, "text": text, "figures": figures,
+        "command": "make bench", "python": platform.python_version(),
+        "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+    }  # fmt: skip
+    (output_folder() / f"{name}.json").write_text(json.dumps(record, indent=1))
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> Any:
+    """Run ``code`` in a new interpreter with one thread; return the JSON it prints last."""
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=REPO, capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,0 +1,350 @@
+"""Run configuration: typed, kebab-case, checked before anything starts.
+
+One frozen pydantic model a concern, composed into one model a strategy.  Field
+names are Python's (``inner_steps``); users write them in kebab case
+(``inner-steps``), in an app's ``[tool.flwr.app.config]`` table or in
+``--run-config``.  Every model is valid by its own defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from flower_geo.errors import ConfigError
+
+__all__ = [
+    "FIXED_KEYS",
+    "TRAINING_KEYS",
+    "AppSettings",
+    "CommonConfig",
+    "DiLoCoConfig",
+    "check_name",
+    "config_for",
+    "load_app",
+    "nearest",
+    "parse",
+    "parse_overrides",
+]
+
+Scalar = bool | int | float | str
+
+#: Names that become folder names on the coordinator and at the sites.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def kebab(name: str) -> str:
+    """``inner_steps`` -> ``inner-steps``."""
+    return name.replace("_", "-")
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return ``", did you mean 'x'?"`` for the closest choice, or an empty string."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    return f", did you mean '{close[0]}'?" if close else ""
+
+
+def check_name(value: str, what: str) -> str:
+    """Return ``value`` when it may name a folder, else raise ``ConfigError``.
+
+    A run or site name reaches the file system of machines that did not choose
+    it, so it can hold no separator and no leading dot.
+    """
+    if not _NAME.fullmatch(value):
+        raise ConfigError(
+            f"{what} {value[:80]!r} cannot name a folder: use 1 to 64 letters, digits, "
+            "'.', '_' or '-', beginning with a letter or digit"
+        )
+    return value
+
+
+class CommonConfig(BaseModel):
+    """Keys shared by all ways of training."""
+
+    model_config = ConfigDict(
+        alias_generator=kebab, populate_by_name=True, extra="forbid", frozen=True, strict=False
+    )
+
+    # -- the run --------------------------------------------------------------
+    run_name: str = Field("diloco", description="names the run folder and the sites' state")
+    run_dir: str = Field("runs", description="folder on the coordinator that holds run folders")
+    rounds: Annotated[int, Field(ge=1, le=1_000_000)] = 20
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+    # -- model and data -------------------------------------------------------
+    model: str = Field("gpt2-nano", description="named shape, local folder, or hub name")
+    tokenizer: str = Field("builtin", description="'builtin', a folder, or a hub name")
+    data: str = Field("builtin", description="default for sites whose node-config has no data=")
+    seq_len: Annotated[int, Field(ge=2, le=1_048_576)] = 128
+    eval_tokens: Annotated[int, Field(ge=0)] = Field(
+        16_384, description="held-out tokens evaluated at a site; 0 = all"
+    )
+    eval_every: Annotated[int, Field(ge=0)] = Field(
+        1, description="held-out evaluation every so many rounds; 0 = first and last only"
+    )
+
+    # -- the inner loop -------------------------------------------------------
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    grad_accum: Annotated[int, Field(ge=1)] = 1
+    inner_steps: Annotated[int, Field(ge=1)] = Field(20, description="H, local steps a round")
+    inner_seconds: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="time-balanced rounds: stop after so many seconds; 0 = off"
+    )
+    inner_optimizer: Literal["adamw", "sgd"] = "adamw"
+    inner_lr: Annotated[float, Field(gt=0)] = 1e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="0 = no clipping")
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    threads: Annotated[int, Field(ge=0)] = Field(
+        1, description="CPU threads a site trains with; 0 = torch's default"
+    )
+    keep_optimizer: bool = Field(True, description="inner optimizer lives on over rounds")
+
+    # -- the wire -------------------------------------------------------------
+    codec_up: str = Field("int8(block=256)", description="codec of the sites' updates")
+    codec_down: str = Field("int8(block=256)", description="codec of the broadcasts")
+    error_feedback: bool = True
+    feedback_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+    # -- rounds ---------------------------------------------------------------
+    quorum: str = Field("all", description="'all', a count such as '3', or a fraction '0.75'")
+    deadline: Annotated[float, Field(gt=0)] = Field(3600.0, description="seconds a round may take")
+    min_sites: Annotated[int, Field(ge=1)] = Field(
+        1, description="sites to begin with, and good replies a commit needs"
+    )
+    wait_for_sites: Annotated[float, Field(gt=0)] = Field(
+        120.0, description="seconds to wait for min-sites to connect"
+    )
+    max_staleness: Annotated[int, Field(ge=0)] = Field(
+        0, description="rounds a late reply may be behind and still be folded"
+    )
+    strict_start: bool = Field(
+        True, description="before the first commit, bad input at one site stops the run"
+    )
+    max_retries: Annotated[int, Field(ge=0)] = 2
+    max_norm_factor: Annotated[float, Field(ge=0)] = Field(
+        10.0, description="refuse updates larger than this times the running median; 0 = off"
+    )
+    weight_by: Literal["tokens", "examples", "equal"] = "tokens"
+    checkpoint_keep: Annotated[int, Field(ge=1)] = 3
+
+    sample_prompt: str = "It was a"
+    sample_tokens: Annotated[int, Field(ge=0, le=4096)] = 60
+
+    @field_validator("run_name")
+    @classmethod
+    def _run_name(cls, value: str) -> str:
+        try:
+            return check_name(value, "run-name")
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("quorum", mode="before")
+    @classmethod
+    def _quorum(cls, value: object) -> str:
+        text = str(value).strip()
+        if text != "all":
+            try:
+                number = float(text)
+            except ValueError:
+                raise ValueError("must be 'all', a count or a fraction below 1") from None
+            if not (0 < number < 1 or (number >= 1 and number.is_integer())):
+                raise ValueError("must be 'all', a count of 1 or more, or a fraction below 1")
+        return text
+
+    @model_validator(mode="after")
+    def _together(self) -> CommonConfig:
+        if self.warmup_steps > self.total_steps:
+            raise ValueError(
+                f"warmup-steps={self.warmup_steps} is longer than the whole run of "
+                f"{self.total_steps} steps (rounds x inner-steps)"
+            )
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        """Inner steps of a site that is there from the first round to the last."""
+        return self.rounds * self.inner_steps
+
+    def public(self) -> dict[str, Scalar]:
+        """Kebab-case mapping of every key, as stored in ``config.json``."""
+        return self.model_dump(by_alias=True)
+
+    def fingerprint(self) -> str:
+        """Hash of the keys that decide what a site computes in a round.
+
+        Part of the key of a request: a cached reply answers only a request
+        made under the very same training configuration.
+        """
+        public = self.public()
+        chosen = {key: public[key] for key in sorted(TRAINING_KEYS) if key in public}
+        chosen["total-steps"] = self.total_steps
+        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
+
+    def quorum_of(self, asked: int) -> int:
+        """Good replies, out of ``asked`` sites, that let a round end early."""
+        if self.quorum == "all":
+            return asked
+        number = float(self.quorum)
+        wanted = int(number) if number >= 1 else -int(-number * asked // 1)
+        return max(1, min(asked, wanted))
+
+
+#: Keys a site's computation depends on; they travel in the train request.
+TRAINING_KEYS = frozenset(
+    {
+        "batch-size", "clip-norm", "codec-up", "data", "error-feedback", "eval-tokens",
+        "feedback-decay", "grad-accum", "inner-lr", "inner-optimizer", "inner-seconds",
+        "inner-steps", "keep-optimizer", "min-lr-ratio", "model", "precision", "schedule",
+        "seed", "seq-len", "threads", "tokenizer", "warmup-steps", "weight-by", "weight-decay",
+    }
+)  # fmt: skip
+
+#: Keys that may not change when a run is resumed.
+FIXED_KEYS = frozenset(
+    {"model", "tokenizer", "data", "seq-len", "seed", "strategy", "error-feedback", "codec-down"}
+)
+
+
+class DiLoCoConfig(CommonConfig):
+    """DiLoCo (arXiv:2311.08105): outer Nesterov SGD over pseudo-gradients."""
+
+    strategy: Literal["diloco"] = "diloco"
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    outer_nesterov: bool = True
+
+
+_STRATEGIES: dict[str, type[CommonConfig]] = {"diloco": DiLoCoConfig}
+
+_C = TypeVar("_C", bound=CommonConfig)
+
+
+def config_for(strategy: str) -> type[CommonConfig]:
+    """Return the configuration model of a strategy by its name."""
+    try:
+        return _STRATEGIES[strategy]
+    except KeyError:
+        raise ConfigError(
+            f"strategy {strategy!r} is not known{nearest(strategy, _STRATEGIES)} "
+            f"(known: {', '.join(sorted(_STRATEGIES))})"
+        ) from None
+
+
+def parse(model: type[_C], values: Mapping[str, Any]) -> _C:
+    """Check ``values`` (kebab-case keys) against ``model``.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one) or a value of
+            the wrong type or range, in one line.
+    """
+    known = {kebab(name) for name in model.model_fields}
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"run-config key '{key}' is not known{nearest(key, known)} "
+                "('flower-geo config' lists the keys)"
+            )
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        message = message[:1].lower() + message[1:]
+        if not where:
+            raise ConfigError(f"run-config: {message}") from None
+        given = values.get(where, first.get("input"))
+        raise ConfigError(f"run-config {where}={given!r}: {message}") from None
+
+
+def parse_overrides(pieces: Iterable[str]) -> dict[str, Scalar]:
+    """Read ``--run-config`` strings: ``key=value`` pairs, or one ``.toml`` file.
+
+    Values are TOML (``"text"``, ``3``, ``0.5``, ``true``); a bare word such as
+    ``fp32`` is taken as text, which Flower itself would refuse.
+
+    Raises:
+        ConfigError: a piece that is neither.
+    """
+    merged: dict[str, Scalar] = {}
+    for piece in pieces:
+        if piece.strip().endswith(".toml") and "=" not in piece:
+            merged.update(_read_toml(Path(piece.strip()).expanduser()))
+            continue
+        for key, value in _pairs(piece):
+            try:
+                merged[key] = tomllib.loads(f"v = {value}")["v"]
+            except tomllib.TOMLDecodeError:
+                merged[key] = value
+    return merged
+
+
+def _pairs(piece: str) -> list[tuple[str, str]]:
+    pattern = re.compile(r"""\s*([A-Za-z0-9_.-]+)=("[^"]*"|'[^']*'|\S+)""")
+    pairs, at = [], 0
+    while piece[at:].strip():
+        match = pattern.match(piece, at)
+        if not match:
+            raise ConfigError(
+                f"run-config {piece[at:].strip()!r} cannot be read: write key=value pairs "
+                "divided by spaces, text with spaces in quotes"
+            )
+        pairs.append((match[1], match[2]))
+        at = match.end()
+    return pairs
+
+
+def _read_toml(path: Path) -> dict[str, Scalar]:
+    try:
+        return dict(tomllib.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """A Flower app's folder with its run configuration, checked.
+
+    Attributes:
+        folder: absolute path of the app.
+        config: defaults of the app's pyproject.toml under the overrides.
+        overrides: the overrides alone, typed, as ``flwr run`` takes them.
+    """
+
+    folder: Path
+    config: CommonConfig
+    overrides: dict[str, Scalar]
+
+
+def load_app(folder: str | Path, overrides: Iterable[str] = ()) -> AppSettings:
+    """Read and check an app's configuration as the ServerApp will see it.
+
+    Raises:
+        ConfigError: no app there, an unknown key or an ill-typed value.
+    """
+    path = Path(folder).expanduser().resolve()
+    pyproject = path / "pyproject.toml"
+    if not pyproject.is_file():
+        raise ConfigError(f"{path} is no Flower app: it has no pyproject.toml")
+    app = _read_toml(pyproject).get("tool", {})
+    table = app.get("flwr", {}).get("app", {}) if isinstance(app, dict) else {}
+    defaults = table.get("config", {})
+    given = parse_overrides(overrides)
+    merged = {**defaults, **given}
+    model = config_for(str(merged.get("strategy", "diloco")))
+    return AppSettings(path, parse(model, merged), given)

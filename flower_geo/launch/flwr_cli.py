@@ -1,0 +1,193 @@
+"""Flower's own command line, asked for JSON.
+
+``flwr`` exits 0 also when it failed and says so in its JSON only, and a call
+costs a second of a core, so it is called rarely.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flower_geo.errors import ConfigError, RunFailed
+from flower_geo.launch.environment import child_environment, program
+
+__all__ = ["FlwrCli", "NodeStatus", "RunStatus", "SuperLinkUnreachable", "toml_table"]
+
+_TIMEOUT = 120.0
+_UNREACHABLE = "Connection to the SuperLink is unavailable"
+
+
+class SuperLinkUnreachable(RunFailed):
+    """The SuperLink does not answer."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What the SuperLink says of a run.
+
+    Attributes:
+        status: ``pending``, ``starting``, ``running`` or ``finished:<how>``.
+        details: reason, where there is one.
+    """
+
+    status: str
+    details: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended, however."""
+        return self.status.startswith("finished")
+
+    @property
+    def completed(self) -> bool:
+        """Whether it ended well."""
+        return self.status == "finished:completed"
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """What the SuperLink says of a SuperNode."""
+
+    node_id: str
+    status: str
+
+
+def toml_table(values: Mapping[str, Any]) -> str:
+    """A flat TOML table; a JSON string or number is also one of TOML."""
+    lines = []
+    for key, value in values.items():
+        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines.append(f"{key} = {text}\n")
+    return "".join(lines)
+
+
+class FlwrCli:
+    """``flwr`` with one connection.
+
+    Args:
+        connection: name of the connection.
+        home: folder with the ``config.toml`` that holds it.
+    """
+
+    def __init__(self, connection: str, home: Path) -> None:
+        self.connection = connection
+        self.home = home
+
+    def command(self, *arguments: str) -> list[str]:
+        """The whole command line."""
+        return [program("flwr"), *arguments]
+
+    def environment(self) -> dict[str, str]:
+        """What it is run with."""
+        return child_environment(home=self.home)
+
+    def _json(self, *arguments: str) -> dict[str, Any]:
+        try:
+            done = subprocess.run(
+                self.command(*arguments, "--format", "json"),
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise SuperLinkUnreachable(
+                f"'flwr {arguments[0]}' gave no answer in {_TIMEOUT:.0f} s; "
+                f"look at the SuperLink behind connection '{self.connection}'"
+            ) from None
+        answer = _first_object(done.stdout)
+        if answer is not None and answer.get("success"):
+            return answer
+        message = str((answer or {}).get("error-message") or done.stderr or done.stdout)
+        raise self._error(arguments[0], message)
+
+    def _error(self, what: str, message: str) -> Exception:
+        if _UNREACHABLE in message:
+            return SuperLinkUnreachable(
+                f"the SuperLink of connection '{self.connection}' does not answer; start it, or "
+                f"mend its address in {self.home / 'config.toml'}"
+            )
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        # flwr puts what it was doing before the reason; the reason comes last
+        reason = lines[-1] if lines else "no reason given"
+        return RunFailed(f"'flwr {what}' was refused: {reason}")
+
+    def submit(
+        self, app: Path, run_config: Mapping[str, Any], federation_config: Mapping[str, Any]
+    ) -> str:
+        """Start a run; return its id.
+
+        Args:
+            app: the app's folder.
+            run_config: overrides, kebab-case.
+            federation_config: overrides for a simulated federation.
+
+        Raises:
+            SuperLinkUnreachable: nobody answers at the connection's address.
+            RunFailed: Flower refused the run.
+        """
+        arguments = ["run", str(app), self.connection]
+        # One file of values: the command line's own syntax has no escapes.
+        with tempfile.TemporaryDirectory(prefix="flower-geo-") as folder:
+            for name, values in (
+                ("run-config", run_config),
+                ("federation-config", federation_config),
+            ):
+                if values:
+                    file = Path(folder) / f"{name}.toml"
+                    file.write_text(toml_table(values), encoding="utf-8")
+                    arguments += [f"--{name}", str(file)]
+            answer = self._json(*arguments)
+        return str(answer["run-id"])
+
+    def status(self, run_id: str) -> RunStatus:
+        """Ask how a run stands.
+
+        Raises:
+            SuperLinkUnreachable: nobody answers.
+            RunFailed: the SuperLink does not know the run (it was started anew).
+        """
+        runs: Sequence[Mapping[str, Any]] = self._json(
+            "list", self.connection, "--run-id", run_id
+        ).get("runs", [])
+        if not runs:
+            raise RunFailed(f"the SuperLink knows no run {run_id}")
+        details = str(runs[0].get("status-details", ""))
+        return RunStatus(str(runs[0]["status"]), "" if details == "N/A" else details)
+
+    def nodes(self) -> list[NodeStatus]:
+        """SuperNodes the SuperLink knows of."""
+        answer = self._json("supernode", "list", self.connection)
+        return [NodeStatus(str(n["node-id"]), str(n["status"])) for n in answer.get("nodes", [])]
+
+    def stop(self, run_id: str) -> None:
+        """Ask the SuperLink to end a run."""
+        self._json("stop", run_id, self.connection)
+
+    def check_name(self) -> None:
+        """Refuse a connection name that would be read as an option."""
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", self.connection):
+            raise ConfigError(f"connection name {self.connection!r} has odd characters in it")
+
+
+def _first_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in ``text``, which may have other lines around it."""
+    start = text.find("{")
+    while start >= 0:
+        try:
+            value, _ = json.JSONDecoder().raw_decode(text, start)
+        except ValueError:
+            start = text.find("{", start + 1)
+            continue
+        return value if isinstance(value, dict) else None
+    return None

@@ -1,0 +1,210 @@
+"""What the coordinator and a site say to each other inside Flower messages.
+
+Both directions are a ``RecordDict`` with a ``ConfigRecord`` named ``geo``; a
+request adds ``config`` (the training configuration), a reply adds ``metrics``;
+either may carry an ``ArrayRecord`` named ``arrays``.  Everything read from the
+other side is checked here, field by field, before anyone uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from flower_geo.config import check_name
+from flower_geo.errors import ConfigError, ReplyRefused
+
+__all__ = ["PROTOCOL", "Reply", "Request"]
+
+#: Raised by one whenever an older site could not understand a newer coordinator.
+PROTOCOL = 1
+
+PayloadKind = Literal["none", "deltas", "snapshot"]
+Status = Literal["done", "need", "refused"]
+UpdateKind = Literal["none", "weights", "delta"]
+
+#: No site trains on more tokens than this in a round; a larger claim is false.
+MAX_WEIGHT = 2.0**45
+
+
+@dataclass(frozen=True)
+class Request:
+    """From the coordinator to a site.
+
+    Attributes:
+        run_name, run_uid: the run; the uid tells runs of one name apart.
+        incarnation: life of the server that asks.
+        round, attempt: the round (from 1; 0 for a greeting) and its try.
+        version, base_hash: the model version to train from, and its proof.
+        accepted: the newest round whose update of this site was folded in; the
+            site goes on from its state after that round (0 = from the start).
+        consumed: sequences this site had used up by then, for a site that lost
+            its state.
+        position, span: where on the run's schedule the round stands, in steps.
+        fingerprint: hash of the training configuration.
+        payload, first, last: what ``arrays`` holds, see ``Broadcaster.offer``.
+        evaluate: measure the held-out loss of the base before training.
+        config: training configuration, kebab-case.
+    """
+
+    run_name: str
+    run_uid: str
+    incarnation: int = 1
+    round: int = 0
+    attempt: int = 1
+    version: int = 0
+    base_hash: str = ""
+    accepted: int = 0
+    consumed: int = 0
+    position: float = 0.0
+    span: float = 0.0
+    fingerprint: str = ""
+    payload: PayloadKind = "none"
+    first: int = 0
+    last: int = 0
+    evaluate: bool = False
+    protocol: int = PROTOCOL
+    config: dict[str, Any] = field(default_factory=dict)
+    arrays: ArrayRecord | None = None
+
+    def to_records(self) -> RecordDict:
+        """Pack into a new ``RecordDict``; never shared between messages."""
+        records = RecordDict({"geo": _scalars(self), "config": ConfigRecord(dict(self.config))})
+        if self.arrays is not None:
+            records["arrays"] = self.arrays
+        return records
+
+    @classmethod
+    def from_records(cls, records: RecordDict) -> Request:
+        """Read and check a request.
+
+        Raises:
+            ConfigError: it is not one, or of another protocol version.
+        """
+        try:
+            values = _checked(cls, records["geo"])
+            if values["protocol"] != PROTOCOL:
+                raise ConfigError(
+                    f"the coordinator speaks protocol {values['protocol']}, this site {PROTOCOL}; "
+                    "install the same flower-geo version at both"
+                )
+            check_name(values["run_name"], "run name")
+            check_name(values["run_uid"], "run uid")
+            return cls(
+                **values,
+                config=dict(records["config"]),
+                arrays=_arrays(records),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"a request cannot be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """From a site to the coordinator.
+
+    Attributes:
+        status: ``done``; ``need`` (the site lacks the base and says what it
+            holds); ``refused`` (it cannot do this, ``detail`` says why).
+        site: the site's name.
+        round, version, base_hash, fingerprint: echo of what was done.
+        kind: what ``arrays`` holds.
+        held_version, held_hash: the newest base at the site.
+        data: what the site trains on, for people.
+        metrics: numbers; see ``flower_geo.site``.
+    """
+
+    status: Status
+    site: str
+    detail: str = ""
+    error: str = ""
+    round: int = 0
+    version: int = 0
+    base_hash: str = ""
+    fingerprint: str = ""
+    kind: UpdateKind = "none"
+    held_version: int = -1
+    held_hash: str = ""
+    tokenizer_hash: str = ""
+    data: str = ""
+    codec: str = ""
+    protocol: int = PROTOCOL
+    metrics: dict[str, float] = field(default_factory=dict)
+    arrays: ArrayRecord | None = None
+
+    def to_records(self) -> RecordDict:
+        """Pack into a new ``RecordDict``."""
+        records = RecordDict({"geo": _scalars(self), "metrics": MetricRecord(dict(self.metrics))})
+        if self.arrays is not None:
+            records["arrays"] = self.arrays
+        return records
+
+    @classmethod
+    def from_records(cls, records: RecordDict) -> Reply:
+        """Read and check a reply; it comes from a machine we do not own.
+
+        Raises:
+            ReplyRefused: it is not one, or a field is of the wrong type or size.
+        """
+        try:
+            values = _checked(cls, records["geo"])
+            if values["protocol"] != PROTOCOL:
+                raise ReplyRefused(
+                    f"the site speaks protocol {values['protocol']}, the coordinator {PROTOCOL}; "
+                    "install the same flower-geo version at both"
+                )
+            check_name(values["site"], "site name")
+            metrics = {}
+            for key, value in dict(records["metrics"]).items():
+                if not isinstance(value, int | float) or len(key) > 64:
+                    raise ReplyRefused("a metric is no number")
+                metrics[key] = float(value)
+            for key in ("tokens", "examples", "steps"):
+                claimed = metrics.get(key, 0.0)
+                if not (math.isfinite(claimed) and 0 <= claimed <= MAX_WEIGHT):
+                    raise ReplyRefused(f"{key}={claimed:g} is no number of {key} a round can use")
+            for key in ("detail", "error", "data", "codec"):
+                values[key] = values[key][:500]
+            return cls(**values, metrics=metrics, arrays=_arrays(records))
+        except ConfigError as error:
+            raise ReplyRefused(str(error)) from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ReplyRefused(f"a reply cannot be read: {error}") from None
+
+
+def _arrays(records: RecordDict) -> ArrayRecord | None:
+    arrays = records["arrays"] if "arrays" in records else None  # noqa: SIM401
+    if arrays is not None and not isinstance(arrays, ArrayRecord):
+        raise TypeError("'arrays' is no ArrayRecord")
+    return arrays
+
+
+def _scalars(message: Request | Reply) -> ConfigRecord:
+    skipped = {"config", "arrays", "metrics"}
+    return ConfigRecord(
+        {f.name: getattr(message, f.name) for f in fields(message) if f.name not in skipped}
+    )
+
+
+def _checked(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record's fields, each of the very type the dataclass names."""
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for item in fields(cls):
+        if item.name in {"config", "arrays", "metrics"}:
+            continue
+        value, hint = record[item.name], hints[item.name]
+        choices = get_args(hint)
+        if choices:
+            if value not in choices:
+                raise ValueError(f"{item.name} is {value!r}, not one of {', '.join(choices)}")
+        elif type(value) is not hint:
+            raise TypeError(f"{item.name} is of type {type(value).__name__}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{item.name} is not finite")
+        values[item.name] = value
+    return values

@@ -1,0 +1,29 @@
+"""Fault tolerance: rounds, screening, spool, checkpoints, journal, membership."""
+
+from __future__ import annotations
+
+from flower_geo.resilience.admission import Membership, Screen, SiteRecord
+from flower_geo.resilience.checkpoint import BackgroundWriter, Checkpoint, CheckpointStore
+from flower_geo.resilience.exchange import Exchange, Incoming
+from flower_geo.resilience.journal import Journal
+from flower_geo.resilience.rounds import RoundEngine, RoundOutcome, RoundPolicy
+from flower_geo.resilience.runfolder import RunFolder
+from flower_geo.resilience.spool import Spool, SpooledReply
+
+__all__ = [
+    "BackgroundWriter",
+    "Checkpoint",
+    "CheckpointStore",
+    "Exchange",
+    "Incoming",
+    "Journal",
+    "Membership",
+    "RoundEngine",
+    "RoundOutcome",
+    "RoundPolicy",
+    "RunFolder",
+    "Screen",
+    "SiteRecord",
+    "Spool",
+    "SpooledReply",
+]

@@ -1,0 +1,63 @@
+"""The ClientApp: Flower's messages in, the site's work, messages out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from flower_geo.errors import FlowerGeoError
+from flower_geo.messages import Reply, Request
+from flower_geo.site.identity import site_name
+
+__all__ = ["client_app"]
+
+logger = logging.getLogger(__name__)
+
+
+def client_app() -> ClientApp:
+    """Return a Flower ClientApp that trains in its own process.
+
+    It answers ``query`` (greeting), ``train`` and ``evaluate``.  Errors of
+    flower_geo's own kinds come back as a refusal with one line of reason, so
+    that the coordinator can show what is wrong where; anything else is left to
+    Flower, which reports the exception.
+    """
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        return _serve("greet_request", message, context)
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return _serve("train_request", message, context)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return _serve("evaluate_request", message, context)
+
+    return app
+
+
+def _serve(name: str, message: Message, context: Context) -> Message:
+    node: Mapping[str, Any] = context.node_config
+    site = "unnamed"
+    try:
+        site = site_name(node)
+        request = Request.from_records(message.content)
+        # Imported here: a process that only reports a bad request needs no torch.
+        from flower_geo.site import work
+
+        handler: Callable[[Request, Mapping[str, Any]], Reply] = getattr(work, name)
+        reply = handler(request, node)
+    except FlowerGeoError as error:
+        logger.error("site %s: %s", site, error)
+        reply = Reply(
+            status="refused", site=site, detail=" ".join(str(error).split()),
+            error=type(error).__name__,
+        )  # fmt: skip
+    return Message(reply.to_records(), reply_to=message)

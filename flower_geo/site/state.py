@@ -1,0 +1,173 @@
+"""A site's durable state of one run: base weights and generations.
+
+A *generation* is everything a site has after training a round: inner
+optimizer, residual of error feedback, data cursor, and the reply it sent.  The
+coordinator names in each request the newest round whose update it folded in;
+the site goes on from that generation and from no other.  So an update that was
+lost, late or refused rolls back by itself, and a coordinator that restarts
+from an older checkpoint finds the site's state of that time.
+
+    <state-dir>/<run-name>-<uid>/<site>/
+      lock
+      base/{weights.safetensors, base.json}
+      gen-000003/{inner,residual,reply}.safetensors, state.json
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flower_geo.durable import (
+    FileLock,
+    atomic_folder,
+    file_sha256,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
+from flower_geo.errors import CheckpointCorrupt
+
+__all__ = ["Generation", "SiteState"]
+
+_NAME = re.compile(r"gen-(\d{6,})")
+
+#: Generations kept besides the accepted one: a coordinator may come back from
+#: one checkpoint earlier than the newest.
+KEEP_OLDER = 2
+
+
+@dataclass
+class Generation:
+    """State after training ``round`` (0 = before the first).
+
+    Attributes:
+        round: the round trained.
+        key: what the reply answers: (base hash, fingerprint).
+        consumed: training sequences used up so far.
+        inner: optimizer state and RNG, flat.
+        residual: error feedback after this round's update.
+        reply: encoded tensors of the reply as uint8, and its fields.
+    """
+
+    round: int = 0
+    key: tuple[str, str] = ("", "")
+    consumed: int = 0
+    inner: dict[str, Tensor] = field(default_factory=dict)
+    residual: dict[str, Tensor] = field(default_factory=dict)
+    reply: dict[str, Tensor] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class SiteState:
+    """The state folder of one site in one run; a context manager that holds its lock."""
+
+    def __init__(self, root: Path, run_name: str, run_uid: str, site: str) -> None:
+        self.folder = root / f"{run_name}-{run_uid}" / site
+        self._lock = FileLock(self.folder / "lock")
+        self._site = site
+
+    def __enter__(self) -> SiteState:
+        """Take the lock.
+
+        Raises:
+            StateLocked: another process works for this site and run.
+            StateError: the folder cannot be written.
+        """
+        self._lock.acquire(f"the state of site '{self._site}'")
+        self.folder.chmod(0o700)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    # -- base weights ---------------------------------------------------------
+
+    def base(self) -> tuple[int, str]:
+        """Version and content hash of the stored base, (-1, "") when there is none."""
+        try:
+            meta = read_json(self.folder / "base" / "base.json")
+            return int(meta["version"]), str(meta["hash"])
+        except (CheckpointCorrupt, KeyError, TypeError, ValueError):
+            return -1, ""
+
+    def load_base(self) -> dict[str, Tensor] | None:
+        """Base weights, or None when they are missing or damaged."""
+        try:
+            meta = read_json(self.folder / "base" / "base.json")
+            path = self.folder / "base" / "weights.safetensors"
+            if file_sha256(path) != meta["sha256"]:
+                return None
+            return read_tensors(path)
+        except (CheckpointCorrupt, OSError, KeyError, TypeError):
+            return None
+
+    def save_base(self, version: int, content_hash: str, weights: Mapping[str, Tensor]) -> None:
+        """Replace the base."""
+        with atomic_folder(self.folder / "base") as scratch:
+            digest = write_tensors(scratch / "weights.safetensors", weights)
+            write_json(
+                scratch / "base.json",
+                {"version": version, "hash": content_hash, "sha256": digest},
+            )
+
+    # -- generations ----------------------------------------------------------
+
+    def generations(self) -> list[int]:
+        """Rounds with a stored generation, ascending."""
+        if not self.folder.is_dir():
+            return []
+        found = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def _path(self, round: int) -> Path:
+        return self.folder / f"gen-{round:06d}"
+
+    def load(self, round: int) -> Generation | None:
+        """One generation, or None when it is missing or damaged."""
+        folder = self._path(round)
+        try:
+            meta = read_json(folder / "state.json")
+            groups: dict[str, dict[str, Tensor]] = {}
+            for name in ("inner", "residual", "reply"):
+                path = folder / f"{name}.safetensors"
+                if file_sha256(path) != meta["files"][name]:
+                    return None
+                groups[name] = read_tensors(path)
+            first, second = meta["key"]
+            return Generation(
+                round=int(meta["round"]), key=(str(first), str(second)),
+                consumed=int(meta["consumed"]), fields=dict(meta["fields"]), **groups,
+            )  # fmt: skip
+        except (CheckpointCorrupt, OSError, KeyError, TypeError, ValueError):
+            return None
+
+    def save(self, generation: Generation) -> None:
+        """Store a generation."""
+        with atomic_folder(self._path(generation.round)) as scratch:
+            files = {
+                name: write_tensors(scratch / f"{name}.safetensors", getattr(generation, name))
+                for name in ("inner", "residual", "reply")
+            }
+            write_json(
+                scratch / "state.json",
+                {
+                    "round": generation.round, "key": list(generation.key),
+                    "consumed": generation.consumed, "fields": generation.fields,
+                    "files": files,
+                },
+            )  # fmt: skip
+
+    def prune(self, accepted: int) -> None:
+        """Remove generations no coordinator can ask for any more."""
+        older = [round for round in self.generations() if round < accepted]
+        for round in older[:-KEEP_OLDER]:
+            shutil.rmtree(self._path(round), ignore_errors=True)

@@ -1,0 +1,17 @@
+"""Local training at a site: the inner loop, its schedules, held-out loss."""
+
+from __future__ import annotations
+
+from flower_geo.training.evaluation import EvalResult, Sequences, evaluate
+from flower_geo.training.loop import InnerLoop, InnerResult
+from flower_geo.training.schedule import InnerConfig, learning_rate
+
+__all__ = [
+    "EvalResult",
+    "InnerConfig",
+    "InnerLoop",
+    "InnerResult",
+    "Sequences",
+    "evaluate",
+    "learning_rate",
+]

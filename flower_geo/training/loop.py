@@ -1,0 +1,317 @@
+"""The inner loop: local training steps of one site.
+
+One loop lives over a site's rounds: the model's weights change at a round's
+start, the optimizer's moments stay.  The learning rate is a function of the
+position in the whole run's schedule, never of the round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flower_geo.errors import TrainingError
+from flower_geo.training.optimizer import build_optimizer, flat_state, load_flat_state
+from flower_geo.training.precision import autocast, device_of
+from flower_geo.training.schedule import InnerConfig, learning_rate
+
+__all__ = ["InnerLoop", "InnerResult"]
+
+_CPU_RNG = "rng/cpu"
+_CUDA_RNG = "rng/cuda"
+
+#: Steps between two looks at a device that works behind the host's back.
+LOOK_EVERY = 16
+
+
+@dataclass(frozen=True)
+class InnerResult:
+    """What one call of ``InnerLoop.run`` did.
+
+    Attributes:
+        steps: optimizer steps taken.
+        tokens: tokens predicted, over all batches.
+        seconds: wall time.
+        loss_first: loss of the first step, in nats a token, before it was taken.
+        loss_last: loss of the last step, before it was taken.
+        loss_mean: mean over the steps.
+        grad_norm: mean global norm of the gradient, before clipping.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss_first: float
+    loss_last: float
+    loss_mean: float
+    grad_norm: float
+
+
+class InnerLoop:
+    """Trains a causal language model in place.
+
+    The random stream of dropout is the loop's own: it starts from torch's
+    global state when the loop is built, is part of ``state_dict``, and is
+    swapped in while ``run`` runs; the caller's random state stays as it was.
+
+    Args:
+        model: its forward takes ``input_ids``, ``labels`` and ``use_cache`` and
+            returns ``.loss``, as causal models of transformers do.  Parameters
+            that require no gradient are left alone.
+        config: settings.
+
+    Raises:
+        TrainingError: the model has no parameter to train.
+    """
+
+    def __init__(self, model: nn.Module, config: InnerConfig) -> None:
+        self.model = model
+        self.config = config
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise TrainingError("the model has no trainable parameter; unfreeze some of it")
+        self._device = device_of(model)
+        # A GPU runs behind the host; asking it for a number every step would
+        # stop that.  There the optimizer itself skips a step that is not finite.
+        self._deferred = self._device.type == "cuda"
+        self._optimizer = build_optimizer(self._parameters, config, fused=self._deferred)
+        self._rng = self._live_rng()
+        self._running = False
+
+    def run(
+        self,
+        next_batch: Callable[[], Tensor],
+        steps: int | None,
+        seconds: float | None = None,
+        position: float = 0,
+        span: float | None = None,
+        on_step: Callable[[int, Tensor], None] | None = None,
+        *,
+        start: int = 0,
+    ) -> InnerResult:
+        """Take optimizer steps.
+
+        Local step k is taken at ``position + span * k / steps`` of the schedule.
+
+        Args:
+            next_batch: gives ``LongTensor[batch, seq_len]`` of token ids; every
+                token after the first of a sequence is predicted.
+            steps: steps of this round; None = as many as ``seconds`` allow.
+            seconds: end after the step that reaches this time.  The schedule
+                then advances by steps or by time, whichever is further.
+            position: schedule position of the round's start.
+            span: schedule steps the round stands for; None = ``steps``.
+            on_step: called after each step with the number of steps done in
+                this round and the step's loss, a 0-d tensor (reading it waits
+                for the device).  The loop is whole at that moment: weights and
+                ``state_dict`` may be copied, and an exception ends the run
+                between two steps.
+            start: first local step, for going on inside a round.
+
+        Raises:
+            TrainingError: loss or gradient is not finite; weights and optimizer
+                are as before that step.  Also for nothing to do.
+        """
+        if steps is None and seconds is None:
+            raise TrainingError("the inner loop has no end; give steps or seconds")
+        if steps is not None and start >= steps:
+            raise TrainingError(f"no step is left: {start} of {steps} are done; give more steps")
+        round_span = float(span if span is not None else steps or 0)
+        tally = _Tally(self._device)
+        began = time.perf_counter()
+        with self._training():
+            step = start
+            while True:
+                elapsed = time.perf_counter() - began
+                done = _share(step, steps, elapsed, seconds, round_span)
+                loss = self._step(next_batch, step, position + done, tally)
+                step += 1
+                if on_step is not None:
+                    on_step(step, loss)
+                if step == steps:
+                    break
+                if seconds is not None:
+                    self._settle()
+                    if time.perf_counter() - began >= seconds:
+                        break
+            self._look(tally)
+            self._settle()
+        return tally.result(time.perf_counter() - began)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Optimizer state and random stream as CPU tensors, fit for safetensors.
+
+        Keys: ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` (fp32),
+        ``step/<parameter>`` (fp32 scalar), ``rng/cpu`` and on CUDA ``rng/cuda``
+        (uint8).  Weights are not part of it.
+        """
+        rng = self._live_rng() if self._running else self._rng
+        copies = {name: state.clone() for name, state in rng.items()}
+        return flat_state(self._optimizer, self._parameters) | copies
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where ``state_dict`` was taken; with equal weights and batches, bit-equal.
+
+        Raises:
+            TrainingError: the state belongs to another model or optimizer.
+        """
+        load_flat_state(
+            self._optimizer,
+            self._parameters,
+            {k: v for k, v in state.items() if k not in (_CPU_RNG, _CUDA_RNG)},
+        )
+        self._rng |= {name: state[name].clone() for name in self._rng if name in state}
+
+    def _step(
+        self, next_batch: Callable[[], Tensor], step: int, position: float, tally: _Tally
+    ) -> Tensor:
+        rate = learning_rate(self.config, position)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        loss, tokens = self._backward(next_batch)
+        norm = self._clipped_norm()
+        tally.add(loss, norm, tokens, step)
+        if self._deferred:
+            self._optimizer.found_inf = tally.bad()  # type: ignore[attr-defined]
+        else:
+            self._look(tally)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._deferred and tally.steps % LOOK_EVERY == 0:
+            self._look(tally)
+        return loss
+
+    def _backward(self, next_batch: Callable[[], Tensor]) -> tuple[Tensor, int]:
+        """Gradient of the mean token loss over the accumulated batches."""
+        batches = [next_batch() for _ in range(self.config.grad_accum)]
+        counts = [batch.shape[0] * (batch.shape[1] - 1) for batch in batches]
+        total = sum(counts)
+        mean: Tensor | None = None
+        for batch, count in zip(batches, counts, strict=True):
+            ids = batch.to(self._device, non_blocking=True)
+            with autocast(self.config.precision, self._device):
+                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            if count != total:
+                loss = loss * (count / total)
+            loss.backward()
+            part = loss.detach()
+            mean = part if mean is None else mean + part
+        assert mean is not None
+        return mean, total
+
+    def _clipped_norm(self) -> Tensor:
+        parameters = self._parameters.values()
+        if self.config.clip_norm:
+            return nn.utils.clip_grad_norm_(parameters, self.config.clip_norm)
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def _look(self, tally: _Tally) -> None:
+        """Raise when a step so far was not finite; waits for the device."""
+        step = tally.first_bad()
+        if step is None:
+            return
+        self._optimizer.zero_grad(set_to_none=True)
+        raise TrainingError(
+            f"the loss or its gradient is not finite at local step {step + 1} "
+            f"(loss {tally.bad_loss()}); lower inner-lr, lengthen warmup-steps or look at the data"
+        )
+
+    def _settle(self) -> None:
+        if self._deferred and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _live_rng(self) -> dict[str, Tensor]:
+        rng = {_CPU_RNG: torch.get_rng_state()}
+        if self._device.type == "cuda":
+            rng[_CUDA_RNG] = torch.cuda.get_rng_state(self._device)
+        return rng
+
+    def _set_rng(self, rng: Mapping[str, Tensor]) -> None:
+        torch.set_rng_state(rng[_CPU_RNG])
+        if _CUDA_RNG in rng:
+            torch.cuda.set_rng_state(rng[_CUDA_RNG], self._device)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Training mode and the loop's own random stream; both put back at the end."""
+        callers, mode = self._live_rng(), self.model.training
+        self._set_rng(self._rng)
+        self._running = True
+        self.model.train()
+        self._optimizer.zero_grad(set_to_none=True)
+        try:
+            yield
+        finally:
+            self._running = False
+            self._rng = self._live_rng()
+            self._set_rng(callers)
+            self.model.train(mode)
+
+
+def _share(
+    step: int, steps: int | None, elapsed: float, seconds: float | None, span: float
+) -> float:
+    """Schedule steps of this round that lie before local step ``step``."""
+    # span * step / steps in this order: with span == steps it is the whole number ``step``.
+    by_steps = span * step / steps if steps else 0.0
+    if seconds is None:
+        return by_steps
+    by_time = span * min(elapsed / seconds, 1.0) if seconds > 0 else 0.0
+    return max(by_steps, by_time)
+
+
+class _Tally:
+    """Running sums on the model's device, so that counting waits for nothing.
+
+    ``_first_bad`` is the first step whose loss or gradient was not finite, -1
+    for none.  It sticks: once set, no later step is taken either.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.steps = 0
+        self._tokens = 0
+        self._first: Tensor | None = None
+        self._last: Tensor | None = None
+        self._losses = torch.zeros((), dtype=torch.float64, device=device)
+        self._norms = torch.zeros((), dtype=torch.float64, device=device)
+        self._first_bad = torch.full((), -1, dtype=torch.long, device=device)
+        self._bad_loss = torch.zeros((), device=device)
+
+    def add(self, loss: Tensor, norm: Tensor, tokens: int, step: int) -> None:
+        self.steps += 1
+        self._tokens += tokens
+        self._first = loss if self._first is None else self._first
+        self._last = loss
+        self._losses += loss
+        self._norms += norm
+        fresh = ~torch.isfinite(loss + norm) & (self._first_bad < 0)
+        self._first_bad = torch.where(fresh, step, self._first_bad)
+        self._bad_loss = torch.where(fresh, loss.float(), self._bad_loss)
+
+    def bad(self) -> Tensor:
+        """1.0 when a step was not finite, as fused optimizers want it."""
+        return (self._first_bad >= 0).float()
+
+    def first_bad(self) -> int | None:
+        step = int(self._first_bad)
+        return None if step < 0 else step
+
+    def bad_loss(self) -> float:
+        return float(self._bad_loss)
+
+    def result(self, seconds: float) -> InnerResult:
+        assert self._first is not None and self._last is not None
+        return InnerResult(
+            steps=self.steps,
+            tokens=self._tokens,
+            seconds=seconds,
+            loss_first=float(self._first),
+            loss_last=float(self._last),
+            loss_mean=float(self._losses) / self.steps,
+            grad_norm=float(self._norms) / self.steps,
+        )

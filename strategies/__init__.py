@@ -1,0 +1,9 @@
+"""The ways of training: what is sent, and how replies become the next model."""
+
+from __future__ import annotations
+
+from flower_geo.strategies.base import GeoStrategy
+from flower_geo.strategies.diloco import DiLoCo
+from flower_geo.strategies.model import initial_arrays
+
+__all__ = ["DiLoCo", "GeoStrategy", "initial_arrays"]

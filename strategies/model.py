@@ -1,0 +1,82 @@
+"""The model as a run's coordinator needs it: initial weights, export, a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flower_geo.compression import codec, pack
+from flower_geo.config import CommonConfig
+from flower_geo.data import load_tokenizer, tokenizer_hash
+from flower_geo.models import (
+    build_model,
+    check_vocab,
+    export_model,
+    load_state,
+    sample_text,
+    snapshot,
+)
+
+__all__ = ["RunModel", "initial_arrays"]
+
+
+@dataclass
+class RunModel:
+    """Model and tokenizer named by a configuration, built once, when first used."""
+
+    config: CommonConfig
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer."""
+        return load_tokenizer(self.config.tokenizer)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Hash all sites' tokenizers must have."""
+        return tokenizer_hash(self.tokenizer)
+
+    @cached_property
+    def model(self) -> Any:
+        """The model with its initial weights."""
+        built = build_model(
+            self.config.model, seed=self.config.seed, vocab_size=len(self.tokenizer),
+            max_seq_len=self.config.seq_len,
+        )  # fmt: skip
+        check_vocab(built, self.tokenizer)
+        return built
+
+    def weights(self) -> dict[str, Tensor]:
+        """fp32 copies of the model's trained parameters."""
+        return snapshot(self.model)
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write ``weights`` as a Hugging Face folder."""
+        export_model(self.model, weights, self.tokenizer, folder)
+
+    def sample(self, weights: Mapping[str, Tensor]) -> str:
+        """Text the model goes on with from the configured prompt."""
+        if not self.config.sample_tokens:
+            return ""
+        load_state(self.model, weights)
+        return str(
+            sample_text(
+                self.model, self.tokenizer, self.config.sample_prompt,
+                max_new_tokens=self.config.sample_tokens, seed=self.config.seed,
+            )
+        )  # fmt: skip
+
+
+def initial_arrays(config: CommonConfig) -> ArrayRecord:
+    """Initial weights of the configured model, losslessly packed.
+
+    Raises:
+        ModelError: the model cannot be built or does not fit its tokenizer.
+    """
+    return pack(RunModel(config).weights(), codec("fp32"))

@@ -1,0 +1,382 @@
+"""One life of a run's coordinator: restore, rounds, commits, evaluation, end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from flower_geo.aggregation import Contribution
+from flower_geo.compression import Broadcaster, codec, content_hash, unpack
+from flower_geo.config import TRAINING_KEYS, CommonConfig
+from flower_geo.errors import CheckpointCorrupt, FlowerGeoError, ReplyRefused, ResumeMismatch
+from flower_geo.messages import Reply, Request
+from flower_geo.observe import MetricsLog, write_report
+from flower_geo.resilience import (
+    BackgroundWriter,
+    Exchange,
+    Membership,
+    RoundEngine,
+    RoundOutcome,
+    RoundPolicy,
+    RunFolder,
+    Screen,
+    SiteRecord,
+)
+from flower_geo.strategies.model import RunModel
+
+__all__ = ["RunSession"]
+
+logger = logging.getLogger("flwr")
+
+#: Broadcast deltas kept for sites that missed rounds.
+WINDOW = 8
+
+
+class RunSession:
+    """State of a run while one ServerApp works on it.
+
+    Attributes:
+        folder: the run folder, locked.
+        broadcaster: master and shadow weights and their version.
+        done: committed rounds.
+        train_metrics: numbers of the newest committed round.
+        evaluated: (version, held-out loss of the whole) measured last, or None.
+    """
+
+    def __init__(self, config: CommonConfig, strategy: str, grid: Grid, folder: RunFolder) -> None:
+        self.config = config
+        self.strategy = strategy
+        self.folder = folder
+        self.model = RunModel(config)
+        self.log = MetricsLog(folder.metrics_path)
+        self.writer = BackgroundWriter()
+        self.exchange = Exchange(grid)
+        self.membership = Membership()
+        self.screen = Screen(config.max_norm_factor)
+        self.engine = RoundEngine(
+            self.exchange, self.membership, self.screen, folder.spool, _policy(config),
+            self.emit, self._check_hello,
+        )  # fmt: skip
+        self.broadcaster: Broadcaster
+        self.done = 0
+        self.train_metrics: dict[str, float] = {}
+        self.evaluated: tuple[int, float] | None = None
+        self._started = time.monotonic()
+        self._round_began = self._started
+        self._seconds_fold = 0.0
+
+    @classmethod
+    def open(cls, config: CommonConfig, strategy: str, grid: Grid) -> RunSession:
+        """Lock the run folder and begin this life of the server."""
+        path = RunFolder.resolve(config.run_dir, config.run_name)
+        return cls(config, strategy, grid, RunFolder(path, config.public()))
+
+    def __enter__(self) -> RunSession:
+        """Return the session."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Finish what is being written, then let go of the run folder."""
+        try:
+            self.writer.wait()
+        finally:
+            self.log.close()
+            self.folder.close()
+
+    def emit(self, event: str, /, **values: Any) -> None:
+        """Write one event to the metrics log."""
+        self.log.append(event=event, **values)
+
+    # -- begin ----------------------------------------------------------------
+
+    def restore(
+        self,
+        initial_arrays: ArrayRecord,
+        load_outer: Callable[[Mapping[str, Tensor]], None],
+        outer_state: Callable[[], dict[str, Tensor]],
+    ) -> None:
+        """Go on from the newest whole checkpoint, or commit the initial model as round 0."""
+        down = codec(self.config.codec_down)
+        found = self.folder.checkpoints.newest()
+        if found is None:
+            lost = self.folder.journal.last_round()
+            if lost:
+                raise CheckpointCorrupt(
+                    f"run '{self.config.run_name}' committed {lost} rounds but none of its "
+                    f"checkpoints can be read ({self.folder.checkpoints.folder}); restore one, "
+                    "or choose another run-name"
+                )
+            self.broadcaster = Broadcaster(down, unpack(initial_arrays), window=WINDOW)
+            self._write(0, outer_state(), {"what": "begin", "round": 0})
+        else:
+            self._check_schema(found.tensors["master"], initial_arrays)
+            self.broadcaster = Broadcaster.restore(
+                down, found.tensors["master"], found.tensors["shadow"],
+                found.tensors.get("deltas", {}), found.state["broadcast"],
+            )  # fmt: skip
+            load_outer(found.tensors.get("outer", {}))
+            self.membership.restore(found.state["sites"])
+            self.screen.norms.extend(found.state["norms"])
+            self.done = found.round
+            if self.folder.journal.last_round() < self.done:
+                # The crash came between the rename and the journal's line.
+                self.folder.journal.append(found.state["journal"])
+        self.emit(
+            "start", run=self.config.run_name, incarnation=self.folder.incarnation,
+            strategy=self.strategy, rounds=self.config.rounds,
+            resumed_from=self.done if found is not None else None, model=self.config.model,
+            parameters=sum(t.numel() for t in self.broadcaster.master.values()),
+            inner_steps=self.config.inner_steps, codec_up=self.config.codec_up,
+            codec_down=self.config.codec_down, seq_len=self.config.seq_len,
+            batch_size=self.config.batch_size * self.config.grad_accum,
+        )  # fmt: skip
+
+    def _check_schema(self, master: Mapping[str, Tensor], initial: ArrayRecord) -> None:
+        given = {name: tuple(array.shape) for name, array in initial.items()}
+        if {name: tuple(tensor.shape) for name, tensor in master.items()} != given:
+            raise ResumeMismatch(
+                f"the checkpoint of run '{self.config.run_name}' holds another model than "
+                f"{self.config.model!r}; resume with its own model or choose another run-name"
+            )
+
+    def assemble(self) -> None:
+        """Wait for the sites and greet them."""
+        online = self.engine.assemble(self._hello, committed=self.done > 0)
+        logger.info("sites: %s", ", ".join(record.name for record in online))
+        self.emit("sites", sites=[record.name for record in online])
+
+    def _check_hello(self, reply: Reply) -> None:
+        if reply.tokenizer_hash != self.model.tokenizer_hash:
+            raise ReplyRefused(
+                f"site {reply.site} has another tokenizer than the coordinator "
+                f"({reply.tokenizer_hash[:12]} against {self.model.tokenizer_hash[:12]}); "
+                "give both the same tokenizer, by run-config tokenizer= or node-config tokenizer="
+            )
+
+    # -- requests -------------------------------------------------------------
+
+    def _request(self, record: SiteRecord | None, **values: Any) -> Request:
+        public = self.config.public()
+        config = {key: public[key] for key in sorted(TRAINING_KEYS | {"rounds"})}
+        common: dict[str, Any] = {
+            "run_name": self.config.run_name, "run_uid": self.folder.uid,
+            "incarnation": self.folder.incarnation, "version": self.broadcaster.version,
+            "base_hash": self.broadcaster.hash, "fingerprint": self.config.fingerprint(),
+            "config": config,
+        }  # fmt: skip
+        if record is not None:
+            offer = self.broadcaster.offer(record.held_version, record.held_hash)
+            common |= {
+                "payload": offer.kind, "first": offer.first, "last": offer.last,
+                "arrays": offer.record, "accepted": record.accepted, "consumed": record.consumed,
+            }  # fmt: skip
+        return Request(**(common | values))
+
+    def _hello(self) -> Request:
+        return self._request(None)
+
+    def _train_request(self, record: SiteRecord, attempt: int) -> Request:
+        round, steps = self.done + 1, self.config.inner_steps
+        return self._request(
+            record, round=round, attempt=attempt, position=float((round - 1) * steps),
+            span=float(steps), evaluate=self._due(self.done),
+        )  # fmt: skip
+
+    def _due(self, version: int) -> bool:
+        every = self.config.eval_every
+        return version == 0 if every == 0 else version % every == 0
+
+    # -- a round --------------------------------------------------------------
+
+    def gather(self, attempt: int) -> RoundOutcome:
+        """Collect the replies of the next round."""
+        if attempt == 1:
+            self._round_began = time.monotonic()
+        return self.engine.gather(
+            self.done + 1, attempt, self._hello,
+            lambda record: self._train_request(record, attempt),
+            self.broadcaster.shadow, self._base_of,
+        )  # fmt: skip
+
+    def _base_of(self, version: int) -> Mapping[str, Tensor] | None:
+        if version not in self.folder.checkpoints.rounds():
+            return None
+        try:
+            return self.folder.checkpoints.load(version).tensors["shadow"]
+        except FlowerGeoError:
+            return None
+
+    def back_off(self, attempt: int) -> None:
+        """Wait before a round is tried again: 1, 2, 4, ... seconds, 30 at most."""
+        self.exchange.sleep(min(2.0 ** (attempt - 1), 30.0))
+
+    def fold(
+        self,
+        next_model: Callable[
+            [Mapping[str, Tensor], Mapping[str, Tensor], Sequence[Contribution]], dict[str, Tensor]
+        ],
+        outcome: RoundOutcome,
+    ) -> dict[str, Tensor]:
+        """Make the next model from the round's replies."""
+        began = time.monotonic()
+        following = next_model(self.broadcaster.master, self.broadcaster.shadow, outcome.replies)
+        self._seconds_fold = time.monotonic() - began
+        return following
+
+    def commit(
+        self, following: dict[str, Tensor], outer: dict[str, Tensor], outcome: RoundOutcome
+    ) -> None:
+        """Make the round final; the writing goes on beside the next round."""
+        self._report_evaluation(self.done, outcome)
+        waited = time.monotonic()
+        self.writer.wait()
+        seconds_commit = time.monotonic() - waited
+        self.broadcaster.advance(following)
+        self.done += 1
+        for reply in outcome.replies:
+            record = self.membership.sites[reply.meta.site]
+            record.accepted = reply.meta.round
+            record.consumed = int(reply.meta.metrics.get("consumed", 0))
+        entry = {
+            "what": "commit", "round": self.done, "hash": content_hash(self.broadcaster.master),
+            "incarnation": self.folder.incarnation, "time": round(time.time(), 3),
+            "replies": [
+                {
+                    "site": reply.meta.site, "round": reply.meta.round, "weight": reply.weight,
+                    "payload": reply.meta.payload_hash,
+                }
+                for reply in outcome.replies
+            ],
+        }  # fmt: skip
+        done = self.done
+        self._write(done, outer, entry, then=lambda: self.folder.spool.clear(done))
+        self._report_round(outcome, entry["hash"], seconds_commit)
+
+    def _write(
+        self,
+        round: int,
+        outer: dict[str, Tensor],
+        entry: dict[str, Any],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Hand a checkpoint of the present state to the background writer.
+
+        Every tensor handed over is never changed in place afterwards.
+        """
+        deltas, broadcast = self.broadcaster.state()
+        tensors = {
+            "master": self.broadcaster.master, "shadow": self.broadcaster.shadow,
+            "outer": outer, "deltas": deltas,
+        }  # fmt: skip
+        state = {
+            "sites": self.membership.state(), "norms": list(self.screen.norms),
+            "broadcast": broadcast, "journal": entry, "config": self.config.public(),
+        }  # fmt: skip
+        master = self.broadcaster.master
+
+        def work() -> None:
+            self.folder.checkpoints.save(round, tensors, state)
+            self.folder.journal.append(entry)
+            then()
+            if round:
+                self.model.export(master, self.folder.path / "model")
+
+        self.writer.submit(work)
+
+    # -- figures --------------------------------------------------------------
+
+    def _report_evaluation(self, version: int, outcome: RoundOutcome) -> None:
+        """Held-out loss of the model the round began with, by site and of the whole."""
+        measured = [
+            (reply.meta.site, reply.meta.metrics["loss-before"], reply.meta.metrics["eval-tokens"])
+            for reply in outcome.replies
+            if "loss-before" in reply.meta.metrics and reply.meta.staleness == 0
+        ]
+        self._emit_losses(version, measured)
+
+    def _emit_losses(self, version: int, measured: Sequence[tuple[str, float, float]]) -> None:
+        tokens = sum(count for _, _, count in measured)
+        if not tokens:
+            return
+        for site, loss, count in measured:
+            self.emit(
+                "eval", round=version, site=site, loss=loss, tokens=count,
+                data=self.membership.sites[site].data,
+            )  # fmt: skip
+        whole = sum(loss * count for _, loss, count in measured) / tokens
+        self.emit("eval", round=version, site="*", loss=whole, tokens=tokens)
+        self.evaluated = (version, whole)
+        logger.info("held-out loss after %d rounds: %.4f", version, whole)
+
+    def _report_round(self, outcome: RoundOutcome, hash: str, seconds_commit: float) -> None:
+        replies = outcome.replies
+        seconds = time.monotonic() - self._round_began
+        tokens = sum(reply.meta.metrics.get("tokens", 0.0) for reply in replies)
+        loss = sum(
+            reply.meta.metrics.get("train-loss", 0.0) * reply.meta.metrics.get("tokens", 0.0)
+            for reply in replies
+        ) / max(tokens, 1.0)
+        slowest = max(reply.meta.metrics.get("seconds", 0.0) for reply in replies)
+        self.train_metrics = {
+            "train-loss": loss, "tokens": tokens, "replies": float(len(replies)),
+            "bytes-up": float(outcome.bytes_up), "bytes-down": float(outcome.bytes_down),
+        }  # fmt: skip
+        self.emit(
+            "round", round=self.done, asked=outcome.asked, accepted=len(replies), train_loss=loss,
+            tokens=tokens, tokens_per_second=tokens / max(seconds, 1e-9), seconds=seconds,
+            seconds_slowest_site=slowest, seconds_fold=self._seconds_fold,
+            seconds_commit=seconds_commit, bytes_up=outcome.bytes_up,
+            bytes_down=outcome.bytes_down, hash=hash,
+        )  # fmt: skip
+        logger.info(
+            "round %d/%d: %d of %d sites, training loss %.4f, %.0f tokens/s, "
+            "%.2f MB up, %.2f MB down",
+            self.done, self.config.rounds, len(replies), outcome.asked, loss,
+            tokens / max(seconds, 1e-9), outcome.bytes_up / 1e6, outcome.bytes_down / 1e6,
+        )  # fmt: skip
+
+    # -- end ------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Evaluate the final model, export it, and write the report."""
+        measured = self.engine.evaluate(
+            self.done, lambda record: self._request(record, round=self.done, evaluate=True)
+        )
+        self._emit_losses(self.done, measured)
+        self.writer.wait()
+        folder = self.folder.path / "model"
+        if not folder.exists():
+            self.model.export(self.broadcaster.master, folder)
+        self._end("completed", "", sample=self.model.sample(self.broadcaster.master))
+
+    def fail(self, reason: str) -> None:
+        """Say why the run ends; what was committed stays."""
+        try:
+            self.writer.wait()
+        except FlowerGeoError as error:
+            logger.error("the newest commit could not be written: %s", error)
+        logger.error("flower-geo: %s", reason)
+        self._end("failed", " ".join(reason.split()))
+
+    def _end(self, status: str, reason: str, sample: str = "") -> None:
+        self.emit(
+            "end", status=status, reason=reason, rounds=self.done,
+            seconds=time.monotonic() - self._started, sample=sample,
+            model_dir=str(self.folder.path / "model"), run_dir=str(self.folder.path),
+        )  # fmt: skip
+        write_report(self.folder.path)
+
+
+def _policy(config: CommonConfig) -> RoundPolicy:
+    return RoundPolicy(
+        quorum_of=config.quorum_of, deadline=config.deadline, min_sites=config.min_sites,
+        max_staleness=config.max_staleness, wait_for_sites=config.wait_for_sites,
+        strict_start=config.strict_start, weight_by=config.weight_by,
+    )  # fmt: skip
+
