@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
 
 from flower_geo.compression import codec, pack
 from flower_geo.messages import Reply, Request
@@ -37,6 +38,8 @@ class SyntheticGrid(Grid):
         self.model = model
         self.codec = codec(spec)
         self._ids = itertools.count(1)
+        # Flower's processes set these when they take up a task.
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
         self._open: dict[str, Message] = {}
 
     def set_run(self, run: Any) -> None:

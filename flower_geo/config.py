@@ -307,7 +307,7 @@ def _pairs(piece: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _read_toml(path: Path) -> dict[str, Scalar]:
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(path.read_text()))
     except OSError as error:
@@ -341,8 +341,8 @@ def load_app(folder: str | Path, overrides: Iterable[str] = ()) -> AppSettings:
     pyproject = path / "pyproject.toml"
     if not pyproject.is_file():
         raise ConfigError(f"{path} is no Flower app: it has no pyproject.toml")
-    app = _read_toml(pyproject).get("tool", {})
-    table = app.get("flwr", {}).get("app", {}) if isinstance(app, dict) else {}
+    tool: Any = _read_toml(pyproject).get("tool", {})
+    table = tool.get("flwr", {}).get("app", {})
     defaults = table.get("config", {})
     given = parse_overrides(overrides)
     merged = {**defaults, **given}

@@ -115,7 +115,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
 

@@ -177,7 +177,7 @@ class Reply:
 
 
 def _arrays(records: RecordDict) -> ArrayRecord | None:
-    arrays = records["arrays"] if "arrays" in records else None  # noqa: SIM401
+    arrays = records["arrays"] if "arrays" in records else None
     if arrays is not None and not isinstance(arrays, ArrayRecord):
         raise TypeError("'arrays' is no ArrayRecord")
     return arrays

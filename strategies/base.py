@@ -88,7 +88,8 @@ class GeoStrategy(Strategy):
                 checkpoint.
             num_rounds: rounds in all; the configuration's when 0.
             timeout: upper bound of a round's deadline, seconds.
-            train_config, evaluate_config: not used; the configuration is.
+            train_config: not used; the configuration is.
+            evaluate_config: not used; the configuration is.
             evaluate_fn: evaluates the committed model on the server.
 
         Raises:
@@ -126,7 +127,7 @@ class GeoStrategy(Strategy):
             following = session.fold(self.next_model, outcome)
             session.commit(following, self.outer_state(), outcome)
             round = session.done
-            result.train_metrics_clientapp[round] = MetricRecord(session.train_metrics)
+            result.train_metrics_clientapp[round] = MetricRecord({**session.train_metrics})
             if session.evaluated is not None:
                 measured, loss = session.evaluated
                 result.evaluate_metrics_clientapp[measured] = MetricRecord({"loss": loss})

@@ -243,7 +243,7 @@ class RunSession:
             record = self.membership.sites[reply.meta.site]
             record.accepted = reply.meta.round
             record.consumed = int(reply.meta.metrics.get("consumed", 0))
-        entry = {
+        entry: dict[str, Any] = {
             "what": "commit", "round": self.done, "hash": content_hash(self.broadcaster.master),
             "incarnation": self.folder.incarnation, "time": round(time.time(), 3),
             "replies": [
@@ -379,4 +379,3 @@ def _policy(config: CommonConfig) -> RoundPolicy:
         max_staleness=config.max_staleness, wait_for_sites=config.wait_for_sites,
         strict_start=config.strict_start, weight_by=config.weight_by,
     )  # fmt: skip
-

@@ -16,6 +16,7 @@ from typing import Any
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
 
 from flower_geo.site import client_app
 
@@ -50,6 +51,8 @@ class MemoryGrid(Grid):
         self.served: list[tuple[str, str, str]] = []
         self.pushed: list[Message] = []
         self._ids = itertools.count(1)
+        # Flower's processes set these when they take up a task.
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
         self._replies: dict[str, list[Message]] = {}
 
     def set_run(self, run: Any) -> None:
@@ -106,13 +109,5 @@ class MemoryGrid(Grid):
 
 def sites(count: int, state_dir: Any, **config: Any) -> list[Node]:
     """``count`` nodes with the shipped corpora and their state under ``state_dir``."""
-    return [
-        Node(
-            100 + index,
-            {
-                "partition-id": index, "num-partitions": count, "state-dir": str(state_dir),
-                "cache-dir": str(state_dir) + "-cache", **config,
-            },
-        )
-        for index in range(count)
-    ]  # fmt: skip
+    common = {"num-partitions": count, "state-dir": str(state_dir), **config}
+    return [Node(100 + index, {"partition-id": index, **common}) for index in range(count)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from flower_geo.data.corpus import PackedCorpus, Split
 from flower_geo.data.cursor import BatchSource, Cursor
-from flower_geo.data.prepare import prepare
+from flower_geo.data.packing import prepare
 from flower_geo.data.spec import CORPORA, data_spec
 from flower_geo.data.tokenizer import load_tokenizer, tokenizer_hash
 

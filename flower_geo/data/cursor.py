@@ -37,6 +37,7 @@ class Cursor:
     """
 
     def __init__(self, n_sequences: int, seed: int, consumed: int = 0) -> None:
+        """Start, or resume at `consumed`."""
         if n_sequences < 1:
             raise DataError(f"a cursor needs at least one sequence, got {n_sequences}: add text")
         self.n_sequences = n_sequences
@@ -79,14 +80,13 @@ class Cursor:
         Raises:
             DataError: a key is missing, no integer, or negative where it must not be.
         """
-        seed, consumed = state.get("seed"), state.get("consumed")
-        if not _is_int(seed) or not _is_int(consumed) or int(consumed) < 0:  # type: ignore[arg-type]
+        seed, consumed = _integer(state.get("seed")), _integer(state.get("consumed"))
+        if seed is None or consumed is None or consumed < 0:
             raise DataError(
                 f"cursor state {dict(state)!r} is not usable: it needs an integer 'seed' and a "
                 "'consumed' of 0 or more; delete the site's state to start anew"
             )
-        self.seed = int(seed)  # type: ignore[arg-type]
-        self.consumed = int(consumed)  # type: ignore[arg-type]
+        self.seed, self.consumed = seed, consumed
         self._epoch = -1
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -112,6 +112,7 @@ class BatchSource:
     """
 
     def __init__(self, split: Split, batch_size: int, cursor: Cursor) -> None:
+        """Bind a split to the cursor that walks over it."""
         if batch_size < 1:
             raise DataError(f"batch size {batch_size} is too small: set batch-size to 1 or more")
         if cursor.n_sequences != len(split):
@@ -128,5 +129,6 @@ class BatchSource:
         return self.split.batch(self.cursor.next_indices(self.batch_size))
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _integer(value: object) -> int | None:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return int(value) if whole else None  # type: ignore[call-overload]

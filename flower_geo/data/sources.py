@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from flower_geo.data.parts import Events, separated
-from flower_geo.data.spec import FILE_BUILDERS, DataSpec, nearest_corpus
+from flower_geo.data.spec import FILE_BUILDERS, DataSpec, nearest_spec
 from flower_geo.errors import DataError
 
 __all__ = ["Source", "open_source"]
@@ -146,15 +146,13 @@ def _usable(source: str) -> list[Path]:
             raise DataError(f"{path} is of no kind that can be read: give {_READABLE}")
         return [path]
     if not path.is_dir():
-        near = nearest_corpus(source.removeprefix("corpora:").rsplit(":", 1)[-1])
-        hint = f"did you mean corpus:{near}?" if near and "/" not in source else "correct the path"
+        near = nearest_spec(source) if "/" not in source else None
+        hint = f"did you mean {near}?" if near else "correct the path"
         raise DataError(f"no file or folder {source!r} (looked for {path.absolute()}): {hint}")
     found = []
     for folder, folders, names in os.walk(path, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [
-            Path(folder, name) for name in names if _kind(name) and not name.startswith(".")
-        ]
+        found += [Path(folder, name) for name in names if _kind(name) and not name.startswith(".")]
     if not found:
         raise DataError(f"folder {path} holds no usable file: put {_READABLE} files there")
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())

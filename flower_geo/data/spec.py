@@ -149,10 +149,13 @@ def parse_spec(spec: str) -> DataSpec:
     return DataSpec("path", text, shard, n_shards)
 
 
-def nearest_corpus(name: str) -> str | None:
-    """The shipped corpus whose name looks most like `name`, if any does."""
-    near = difflib.get_close_matches(name.lower(), CORPORA, n=1, cutoff=0.5)
-    return near[0] if near else None
+def nearest_spec(text: str) -> str | None:
+    """The shipped corpus, or "builtin", that `text` was probably meant to name."""
+    name = text.lower().rsplit(":", 1)[-1]
+    near = difflib.get_close_matches(name, (*CORPORA, "builtin"), n=1, cutoff=0.6)
+    if not near:
+        return None
+    return "builtin" if near[0] == "builtin" else f"corpus:{near[0]}"
 
 
 def _split_shard(text: str) -> tuple[str, int, int]:
@@ -179,8 +182,8 @@ def _split_shard(text: str) -> tuple[str, int, int]:
 def _corpus(name: str) -> str:
     if name in CORPORA:
         return name
-    near = nearest_corpus(name)
-    hint = f"did you mean corpus:{near}?" if near else "write corpus:NAME."
+    near = nearest_spec(name)
+    hint = f"did you mean {near}?" if near else "write corpus:NAME."
     raise DataError(f"unknown corpus {name!r}: {hint} The shipped ones are {', '.join(CORPORA)}")
 
 

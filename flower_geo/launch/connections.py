@@ -20,7 +20,14 @@ from typing import Any
 
 from flower_geo.errors import ConfigError
 
-__all__ = ["Connection", "add_connection", "find_connection", "remove_connection"]
+__all__ = [
+    "Connection",
+    "add_connection",
+    "find_connection",
+    "locked",
+    "remove_connection",
+    "replace_text",
+]
 
 #: What Flower itself writes where there is no file.
 _FIRST = '[superlink]\ndefault = "local"\n\n[superlink.local]\naddress = ":local:"\n'
@@ -175,7 +182,7 @@ def _change(
     path = _config_file(home)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _locked(home):
+        with locked(home):
             target = Path(os.path.realpath(path))  # a linked file stays a link
             text = _read(target)
             before = _parse(text or _FIRST, path)
@@ -193,13 +200,14 @@ def _change(
                     f"{path} is written in a way that cannot be edited safely; "
                     f"add or remove its [superlink.{name}] table by hand"
                 )
-            _replace(target, changed)
+            replace_text(target, changed)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a folder; it leaves no file and dies with its holder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -208,8 +216,10 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _replace(path: Path, text: str) -> None:
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Put a new file in the place of ``path`` in one rename, with the old one's mode."""
+    if mode is None:
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

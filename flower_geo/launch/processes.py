@@ -36,6 +36,7 @@ __all__ = [
     "port_is_free",
     "start",
     "stop",
+    "wait_gone",
 ]
 
 #: Environment variable that holds the mark.

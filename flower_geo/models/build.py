@@ -18,7 +18,7 @@ from flower_geo.models.table import MODELS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["build_model", "model_config", "parameter_count", "quiet"]
+__all__ = ["build_model", "meta_model", "model_config", "parameter_count", "quiet"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

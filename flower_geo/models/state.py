@@ -19,7 +19,7 @@ from flower_geo.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["check_state", "check_vocab", "load_state", "snapshot", "trained_state"]
+__all__ = ["check_state", "check_vocab", "load_state", "snapshot", "trained_state", "vocab_rows"]
 
 #: Embedding rows a model may have beyond its tokenizer: publishers pad the
 #: vocabulary to a multiple that suits their hardware (Phi-2: 905 rows).

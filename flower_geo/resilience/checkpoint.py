@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flower_geo.errors import CheckpointCorrupt
 from flower_geo.durable import (
     atomic_folder,
     file_sha256,
@@ -30,6 +29,7 @@ from flower_geo.durable import (
     write_json,
     write_tensors,
 )
+from flower_geo.errors import CheckpointCorrupt
 
 __all__ = ["BackgroundWriter", "Checkpoint", "CheckpointStore"]
 

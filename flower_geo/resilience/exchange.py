@@ -105,6 +105,10 @@ class Exchange:
                 return
             self.sleep(min(self.poll, left))
 
+    def drop(self, unwanted: Callable[[Open], bool]) -> None:
+        """Stop looking for replies to these requests."""
+        self.open = {key: kept for key, kept in self.open.items() if not unwanted(kept)}
+
 
 def _incoming(request: Open, message: Message) -> Incoming:
     if message.has_error():

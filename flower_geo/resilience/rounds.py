@@ -2,79 +2,51 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
-from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flower_geo.compression import Codec, codec, record_blobs, record_nbytes
+from flower_geo.compression import record_blobs
 from flower_geo.errors import NotEnoughSites, ReplyRefused
 from flower_geo.messages import Reply, Request
 from flower_geo.resilience.admission import Membership, Screen, SiteRecord
 from flower_geo.resilience.exchange import Exchange, Incoming, Open
+from flower_geo.resilience.policy import Emit, RoundOutcome, RoundPolicy
+from flower_geo.resilience.replies import (
+    as_differences,
+    payload_bytes,
+    payload_hash,
+    site_line,
+    weight_of,
+)
 from flower_geo.resilience.spool import ReplyMeta, Spool, SpooledReply
 
-__all__ = ["RoundEngine", "RoundOutcome", "RoundPolicy"]
+__all__ = ["RoundEngine"]
 
 logger = logging.getLogger(__name__)
 
 #: Times a site may say within a round that it lacks the base: once for what the
 #: coordinator did not know, once more for a payload spoilt on the way.
 MAX_NEEDS = 3
+#: Rounds after which an unanswered request is not looked for any more.
+FORGET_AFTER = 16
 TRAIN, EVALUATE, QUERY = "train", "evaluate", "query"
 
 
-class Emit(Protocol):
-    """Takes one event of the metrics log."""
-
-    def __call__(self, event: str, /, **values: Any) -> None:
-        """Record ``event``."""
-
-
-@dataclass(frozen=True)
-class RoundPolicy:
-    """When a round ends and what it needs.
-
-    Attributes:
-        quorum_of: good replies, out of so many asked, that end the round early.
-        deadline: seconds after which the round ends with what there is.
-        min_sites: good replies without which it is not committed.
-        max_staleness: rounds a late reply may be behind and still be folded.
-        wait_for_sites: seconds to wait for ``min_sites`` to connect.
-        strict_start: bad input at any site stops a run that has not begun.
-        weight_by: ``tokens``, ``examples`` or ``equal``.
-    """
-
-    quorum_of: Callable[[int], int]
-    deadline: float = 3600.0
-    min_sites: int = 1
-    max_staleness: int = 0
-    wait_for_sites: float = 120.0
-    strict_start: bool = True
-    weight_by: str = "tokens"
-
-
 @dataclass
-class RoundOutcome:
-    """What a round brought.
+class _Round:
+    """A round under way: what was asked, from which base, and what came so far."""
 
-    Attributes:
-        replies: accepted replies, in site order.
-        asked: sites asked, those with a reply already spooled included.
-        bytes_up, bytes_down: payload bytes received and sent.
-        norms: update norm by site.
-    """
-
-    replies: list[SpooledReply]
-    asked: int
-    bytes_up: int = 0
-    bytes_down: int = 0
-    norms: dict[str, float] = field(default_factory=dict)
+    number: int
+    attempt: int
+    base: Mapping[str, Tensor]
+    base_of: Callable[[int], Mapping[str, Tensor] | None]
+    request_for: Callable[[SiteRecord], Request]
+    outcome: RoundOutcome
 
 
 class RoundEngine:
@@ -195,7 +167,8 @@ class RoundEngine:
         """Ask the sites and collect good replies until the policy is content.
 
         Args:
-            round, attempt: numbers of the round and of its try.
+            round: number of the round.
+            attempt: number of the try.
             hello: makes a greeting for nodes that appear meanwhile.
             request_for: makes the request for one site.
             base: the weights the sites train from.
@@ -203,9 +176,10 @@ class RoundEngine:
         """
         nodes = self.exchange.nodes()
         self.greet(hello, nodes)
+        self._forget_before(round - FORGET_AFTER)
         outcome = RoundOutcome(self._spooled(round, request_for), 0)
+        under_way = _Round(round, attempt, base, base_of, request_for, outcome)
         have = {reply.meta.site for reply in outcome.replies}
-        wanted = self.policy.quorum_of
         chosen = [
             record
             for record in self.membership.choose(nodes, round, self.policy.min_sites)
@@ -215,14 +189,13 @@ class RoundEngine:
         for record in chosen:
             outcome.bytes_down += self._ask(record, round, request_for(record))
         outcome.asked = len(chosen) + len(have)
-        quorum = wanted(max(outcome.asked, 1))
-
-        until = self.exchange.clock() + self.policy.deadline
+        quorum = self.policy.quorum_of(max(outcome.asked, 1))
         missing = {record.name for record in chosen}
         if len(have) < quorum:
-            for incoming in self.exchange.take(until, lambda r: r.round == round and r.kind == TRAIN):
+            until = self.exchange.clock() + self.policy.deadline
+            for incoming in self.exchange.take(until, lambda request: _is_train(request, round)):
                 site = incoming.request.site
-                if self._dispatch(incoming, round, attempt, base, base_of, request_for, outcome):
+                if self._dispatch(incoming, under_way):
                     have.add(site)
                 if not self._training(self.membership.sites.get(site)):
                     missing.discard(site)
@@ -268,12 +241,19 @@ class RoundEngine:
                 self.exchange.push(
                     record.node_id, record.name, round, EVALUATE, request_for(record).to_records()
                 )
-            elif reply.status == "done" and math.isfinite(reply.metrics.get("loss-before", math.nan)):
+            elif reply.status == "done" and math.isfinite(
+                reply.metrics.get("loss-before", math.nan)
+            ):
                 tokens = reply.metrics.get("eval-tokens", 0.0)
                 measured.append((record.name, reply.metrics["loss-before"], tokens))
             else:
                 logger.warning("site %s cannot evaluate: %s", record.name, reply.detail)
         return sorted(measured)
+
+    def _forget_before(self, round: int) -> None:
+        """Stop looking for replies that are too old to be of any use."""
+        self.exchange.drop(lambda request: request.kind == TRAIN and request.round < round)
+        self._requests = {key: kept for key, kept in self._requests.items() if key[1] >= round}
 
     def _training(self, record: SiteRecord | None) -> bool:
         if record is None or record.node_id is None:
@@ -285,7 +265,8 @@ class RoundEngine:
 
     def _ask(self, record: SiteRecord, round: int, request: Request) -> int:
         assert record.node_id is not None
-        self._requests[record.name, round] = request
+        # Kept for the checks of the reply; the payload need not outlive the push.
+        self._requests[record.name, round] = replace(request, arrays=None)
         if not self.exchange.push(record.node_id, record.name, round, TRAIN, request.to_records()):
             self.membership.forget(record.node_id)
             self.emit("fault", round=round, site=record.name, what="not sent", detail="node left")
@@ -320,92 +301,73 @@ class RoundEngine:
 
     # -- one reply ------------------------------------------------------------
 
-    def _dispatch(
-        self,
-        incoming: Incoming,
-        round: int = 0,
-        attempt: int = 1,
-        base: Mapping[str, Tensor] | None = None,
-        base_of: Callable[[int], Mapping[str, Tensor] | None] = lambda version: None,
-        request_for: Callable[[SiteRecord], Request] | None = None,
-        outcome: RoundOutcome | None = None,
-    ) -> bool:
+    def _dispatch(self, incoming: Incoming, now: _Round | None = None) -> bool:
         """Handle one incoming message; True when it added a reply to the round."""
         opened = incoming.request
         if opened.kind == QUERY:
             self._welcome(incoming)
             return False
         record = self.membership.sites.get(opened.site)
-        if opened.kind != TRAIN or record is None or outcome is None or base is None:
+        if opened.kind != TRAIN or record is None or now is None:
             return False
-        line: dict[str, Any] = {"round": round, "attempt": attempt, "site": opened.site,
-                                "node": str(opened.node_id)}  # fmt: skip
-        if incoming.records is None:
-            record.fail(round)
-            self.emit("site", status="failed", reason=incoming.failure, **line)
-            logger.warning("site %s failed in round %d: %s", opened.site, round, incoming.failure)
-            return False
+        line: dict[str, Any] = {
+            "round": now.number, "attempt": now.attempt, "site": opened.site,
+            "node": str(opened.node_id),
+        }  # fmt: skip
         try:
+            if incoming.records is None:
+                return self._failed(record, incoming.failure, line)
             reply = Reply.from_records(incoming.records)
             if reply.site != opened.site:
                 raise ReplyRefused(f"site {opened.site} answers as {reply.site}")
             record.held_version, record.held_hash = reply.held_version, reply.held_hash
-            if reply.status == "need" and request_for is not None and opened.round == round:
+            if reply.status == "need" and opened.round == now.number:
                 self._count_needs(opened)
-                outcome.bytes_down += self._ask(record, round, request_for(record))
+                now.outcome.bytes_down += self._ask(record, now.number, now.request_for(record))
                 return False
             if reply.status != "done":
-                record.fail(round)
-                self.emit("site", status="failed", reason=reply.detail, **line)
-                logger.warning("site %s cannot train: %s", opened.site, reply.detail)
-                return False
+                return self._failed(record, reply.detail or "it lacks the base", line)
             line |= site_line(reply)
-            outcome.bytes_up += int(line["bytes_up"])
-            accepted = self._admit(opened, reply, record, round, base, base_of, outcome)
+            now.outcome.bytes_up += int(line["bytes_up"])
+            accepted = self._admit(opened, reply, record, now)
         except ReplyRefused as error:
             record.refused += 1
-            record.fail(round)
+            record.fail(now.number)
             self.emit("site", status="refused", reason=str(error), **line)
             logger.warning("reply of site %s refused: %s", opened.site, error)
             return False
+        if opened.round < now.number:
+            line["staleness"] = now.number - opened.round
         status = "accepted" if accepted else "late"
-        if opened.round < round:
-            line["staleness"] = round - opened.round
-        self.emit("site", status=status, update_norm=outcome.norms.get(opened.site), **line)
+        self.emit("site", status=status, update_norm=now.outcome.norms.get(opened.site), **line)
         return accepted
 
-    def _admit(
-        self,
-        opened: Open,
-        reply: Reply,
-        record: SiteRecord,
-        round: int,
-        base: Mapping[str, Tensor],
-        base_of: Callable[[int], Mapping[str, Tensor] | None],
-        outcome: RoundOutcome,
-    ) -> bool:
+    def _failed(self, record: SiteRecord, reason: str, line: dict[str, Any]) -> bool:
+        record.fail(line["round"])
+        self.emit("site", status="failed", reason=reason, **line)
+        logger.warning("site %s failed in round %d: %s", record.name, line["round"], reason)
+        return False
+
+    def _admit(self, opened: Open, reply: Reply, record: SiteRecord, now: _Round) -> bool:
         """Screen and spool; False for a late reply that is not folded."""
         request = self._requests.pop((opened.site, opened.round), None)
         if request is None:
             raise ReplyRefused("it answers no open request")
-        staleness = round - opened.round
-        trained_from: Mapping[str, Tensor] | None = base
+        staleness = now.number - opened.round
+        trained_from: Mapping[str, Tensor] | None = now.base
         if staleness:
             # A newer request already under way starts from the same data, so
             # folding both would count that data twice.
-            if staleness > self.policy.max_staleness or self._training(record):
-                record.late += 1
-                return False
-            trained_from = base_of(reply.version)
-            if trained_from is None:
-                record.late += 1
-                return False
-        norm = self.screen.check(request, reply, trained_from or base)
+            folds = staleness <= self.policy.max_staleness and not self._training(record)
+            trained_from = now.base_of(reply.version) if folds else None
+        if trained_from is None:
+            record.late += 1
+            return False
+        norm = self.screen.check(request, reply, trained_from)
         assert reply.arrays is not None
         blobs, kind = record_blobs(reply.arrays), reply.kind
-        if staleness and kind == "weights" and trained_from is not None:
-            blobs = as_differences(blobs, trained_from)
-            kind = "delta"
+        if staleness and kind == "weights":
+            blobs, kind = as_differences(blobs, trained_from), "delta"
         meta = ReplyMeta(
             site=reply.site, round=opened.round, version=reply.version, base_hash=reply.base_hash,
             kind=kind, weight=weight_of(reply, self.policy.weight_by), staleness=staleness,
@@ -413,48 +375,11 @@ class RoundEngine:
         )  # fmt: skip
         if meta.weight <= 0:
             raise ReplyRefused("it trained on nothing")
-        self.spool.put(round, meta, blobs)
-        outcome.norms[reply.site] = norm
+        self.spool.put(now.number, meta, blobs)
+        now.outcome.norms[reply.site] = norm
         record.succeed()
         return True
 
 
-def weight_of(reply: Reply, weight_by: str) -> float:
-    """Weight of a reply in the mean: its tokens, its examples, or one."""
-    return 1.0 if weight_by == "equal" else reply.metrics.get(weight_by, 0.0)
-
-
-def payload_bytes(arrays: ArrayRecord | None) -> int:
-    """Payload bytes of an optional record."""
-    return 0 if arrays is None else record_nbytes(arrays)
-
-
-def payload_hash(blobs: Mapping[str, bytes]) -> str:
-    """Hash of encoded tensors, by name."""
-    digest = hashlib.sha256()
-    for name in sorted(blobs):
-        digest.update(name.encode() + b"\0" + hashlib.sha256(blobs[name]).digest())
-    return digest.hexdigest()
-
-
-def as_differences(
-    blobs: Mapping[str, bytes], trained_from: Mapping[str, Tensor]
-) -> dict[str, bytes]:
-    """Turn a reply of weights into base minus local, losslessly coded."""
-    plain = codec("fp32")
-    return {
-        name: plain.encode(trained_from[name] - Codec.decode(blob), name=name)
-        for name, blob in blobs.items()
-    }
-
-
-def site_line(reply: Reply) -> dict[str, Any]:
-    """A reply's numbers as they stand in a ``site`` event."""
-    metrics = reply.metrics
-    names = {
-        "train_loss": "train-loss", "loss_before": "loss-before", "loss_after": "loss-after",
-        "tokens": "tokens", "steps": "steps", "seconds": "seconds",
-    }  # fmt: skip
-    line: dict[str, Any] = {key: metrics.get(name) for key, name in names.items()}
-    line |= {"bytes_up": payload_bytes(reply.arrays), "codec_up": reply.codec, "data": reply.data}
-    return line
+def _is_train(request: Open, round: int) -> bool:
+    return request.kind == TRAIN and request.round == round

@@ -149,5 +149,3 @@ class Spool:
     def size(self, round: int) -> int:
         """Bytes on disk of a round's replies."""
         return sum(p.stat().st_size for p in self._round(round).rglob("*.safetensors"))
-
-

@@ -31,7 +31,7 @@ from flower_geo.compression import (
 )
 from flower_geo.config import TRAINING_KEYS, CommonConfig, parse
 from flower_geo.data import BatchSource, Cursor, data_spec, load_tokenizer, prepare, tokenizer_hash
-from flower_geo.data.packing import PackedCorpus
+from flower_geo.data.corpus import PackedCorpus
 from flower_geo.errors import ConfigError, CorruptPayload
 from flower_geo.messages import Reply, Request
 from flower_geo.models import build_model, check_vocab, load_state, snapshot
@@ -63,7 +63,8 @@ def _workbench(model: str, seed: int, tokenizer: str, seq_len: int, device: str)
     built = build_model(model, seed=seed, vocab_size=len(words), max_seq_len=seq_len)
     check_vocab(built, words)
     initial = content_hash(snapshot(built))
-    return _Workbench(built.to(device), initial, words, tokenizer_hash(words))
+    model: nn.Module = built
+    return _Workbench(model.to(torch.device(device)), initial, words, tokenizer_hash(words))
 
 
 class _Session:
@@ -305,9 +306,7 @@ def _inner_config(config: CommonConfig, total_steps: int) -> InnerConfig:
     )  # fmt: skip
 
 
-def _corpus(
-    config: CommonConfig, node_config: Mapping[str, Any], tokenizer: Any
-) -> PackedCorpus:
+def _corpus(config: CommonConfig, node_config: Mapping[str, Any], tokenizer: Any) -> PackedCorpus:
     partition = int(node_config.get("partition-id", 0))
     total = int(node_config.get("num-partitions", partition + 1))
     spec = data_spec(config.data, node_config, partition, total)

@@ -21,6 +21,7 @@ from flower_geo.messages import Reply
 from flower_geo.models import build_model, snapshot
 from flower_geo.observe import read_metrics
 from flower_geo.resilience import Journal
+from flower_geo.site.identity import cache_folder
 from flower_geo.site.state import SiteState
 from flower_geo.strategies import DiLoCo, initial_arrays
 from flower_geo.training import InnerConfig, InnerLoop
@@ -58,7 +59,7 @@ def events(config: DiLoCoConfig, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_metrics(path) if event["event"] == kind]
 
 
-def plain_training(tmp_path: Path, config: DiLoCoConfig, steps: int) -> dict[str, Tensor]:
+def plain_training(config: DiLoCoConfig, steps: int) -> dict[str, Tensor]:
     """The same steps in one go, without federation."""
     tokenizer = load_tokenizer("builtin")
     model = build_model(
@@ -66,7 +67,7 @@ def plain_training(tmp_path: Path, config: DiLoCoConfig, steps: int) -> dict[str
     )
     corpus = prepare(
         data_spec("builtin", {}, 0, 1), tokenizer, seq_len=config.seq_len,
-        cache_dir=tmp_path / "state-cache",
+        cache_dir=cache_folder({}),
     )  # fmt: skip
     loop = InnerLoop(
         model,
@@ -77,9 +78,7 @@ def plain_training(tmp_path: Path, config: DiLoCoConfig, steps: int) -> dict[str
             optimizer=config.inner_optimizer, precision="fp32",
         ),
     )  # fmt: skip
-    source = BatchSource(
-        corpus.train, config.batch_size, Cursor(len(corpus.train), config.seed)
-    )
+    source = BatchSource(corpus.train, config.batch_size, Cursor(len(corpus.train), config.seed))
     loop.run(source.next, steps=steps, position=0, span=steps)
     return snapshot(model)
 
@@ -90,7 +89,7 @@ def plain_training(tmp_path: Path, config: DiLoCoConfig, steps: int) -> dict[str
 def test_one_site_with_lr_one_is_plain_training_bit_equal(tmp_path: Path) -> None:
     config = configured(tmp_path, **PLAIN)
     federated = run(config, federation(tmp_path, 1))
-    assert equal(federated, plain_training(tmp_path, config, config.total_steps))
+    assert equal(federated, plain_training(config, config.total_steps))
 
 
 def test_one_sgd_step_a_round_is_large_batch_sgd(tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ def test_one_sgd_step_a_round_is_large_batch_sgd(tmp_path: Path) -> None:
     for partition in range(2):
         corpus = prepare(
             data_spec("builtin", {}, partition, 2), tokenizer, seq_len=config.seq_len,
-            cache_dir=tmp_path / "state-cache",
+            cache_dir=cache_folder({}),
         )  # fmt: skip
         sources.append(
             BatchSource(corpus.train, config.batch_size, Cursor(len(corpus.train), config.seed))
@@ -140,7 +139,7 @@ def test_no_momentum_and_lr_one_is_the_weighted_mean(tmp_path: Path) -> None:
     weights = {site: reply.metrics["tokens"] for site, reply in captured.items()}
     for name, tensor in federated.items():
         mean = sum(weights[s] * locals_[s][name].double() for s in locals_) / sum(weights.values())
-        torch.testing.assert_close(tensor, mean.float(), rtol=0, atol=1e-7)
+        torch.testing.assert_close(tensor, mean.float(), rtol=2e-7, atol=1e-9)
 
 
 def test_lossy_codecs_keep_every_bit_of_what_was_given(tmp_path: Path) -> None:
@@ -316,7 +315,8 @@ def test_a_bad_reply_costs_that_reply_only(tmp_path: Path, fault: str) -> None:
 
 def test_an_update_far_larger_than_usual_is_refused(tmp_path: Path) -> None:
     def enlarge(site: str, message: Message, reply: Message) -> list[Message]:
-        if site == "site-1" and message.metadata.group_id == "3":
+        train = message.metadata.message_type == "train"
+        if train and site == "site-1" and message.metadata.group_id == "3":
             state = {k: t * 1000 for k, t in unpack(reply.content["arrays"]).items()}
             reply.content["arrays"] = pack(state, codec("int8(block=256)"))
         return [reply]

@@ -1,0 +1,165 @@
+"""Tensors in Flower messages: one blob a tensor, in Arrays of serialisation type ``geo/1``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from torch import Tensor
+
+from flower_geo.compression.codec import Codec
+from flower_geo.compression.feedback import ErrorFeedback
+from flower_geo.compression.quantize import FP32
+from flower_geo.compression.spec import AnyCodec
+from flower_geo.errors import CorruptPayload
+
+__all__ = [
+    "STYPE",
+    "content_hash",
+    "pack",
+    "record_blobs",
+    "record_from_blobs",
+    "record_nbytes",
+    "unpack",
+    "unpack_blobs",
+]
+
+STYPE = "geo/1"
+_RAW = Codec(FP32())
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def pack(
+    state: Mapping[str, Tensor], codec: AnyCodec, feedback: ErrorFeedback | None = None
+) -> ArrayRecord:
+    """Encode tensors into an ``ArrayRecord`` with the same keys in the same order.
+
+    Args:
+        state: floating-point tensors.
+        codec: a codec or rules by name.
+        feedback: adds residuals and stages new ones.
+
+    Raises:
+        NonFiniteTensor: a tensor holds NaN or infinity.
+    """
+    record = ArrayRecord()
+    for name, tensor in state.items():
+        blob = (
+            codec.encode(tensor, name) if feedback is None else feedback.encode(name, tensor, codec)
+        )
+        record[name] = _array(blob, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return record
+
+
+def _array(blob: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
+    return Array(dtype, shape, STYPE, blob)
+
+
+def unpack(record: ArrayRecord, shapes: Shapes | None = None) -> dict[str, Tensor]:
+    """Decode a record to fp32 tensors; plain Flower Arrays are taken too.
+
+    Args:
+        record: from :func:`pack` or Flower's own.
+        shapes: the names and shapes it must have, no more and no fewer.
+
+    Raises:
+        CorruptPayload: a blob is damaged or hostile, or the schema differs.
+    """
+    _check_names(record, shapes)
+    tensors = {}
+    for name, array in record.items():
+        shape = None if shapes is None else tuple(shapes[name])
+        if array.stype == STYPE:
+            try:
+                tensors[name] = Codec.decode(array.data, shape=shape)
+            except CorruptPayload as error:
+                raise CorruptPayload(f"tensor {name}: {error}") from None
+        else:
+            tensors[name] = _plain(name, array, shape)
+    return tensors
+
+
+def unpack_blobs(record: ArrayRecord, shapes: Shapes) -> dict[str, bytes]:
+    """The record's blobs after a check of names, shapes, sizes and checksums.
+
+    Plain Flower Arrays are re-coded as raw fp32 blobs.
+
+    Raises:
+        CorruptPayload: as :func:`unpack`.
+    """
+    _check_names(record, shapes)
+    blobs = {}
+    for name, array in record.items():
+        shape = tuple(shapes[name])
+        if array.stype != STYPE:
+            blobs[name] = _RAW.encode(_plain(name, array, shape), name)
+            continue
+        try:
+            found = Codec.inspect(array.data).shape
+        except CorruptPayload as error:
+            raise CorruptPayload(f"tensor {name}: {error}") from None
+        if found != shape:
+            raise CorruptPayload(f"tensor {name} has shape {list(found)}, not {list(shape)}")
+        blobs[name] = array.data
+    return blobs
+
+
+def _check_names(record: ArrayRecord, shapes: Shapes | None) -> None:
+    if shapes is None:
+        return
+    missing = [name for name in shapes if name not in record]
+    extra = [name for name in record if name not in shapes]
+    if missing or extra:
+        named = [f"lacks {name}" for name in missing[:3]] + [f"has {name}" for name in extra[:3]]
+        raise CorruptPayload(
+            f"the tensors are not the model's: {len(missing)} missing, {len(extra)} unknown "
+            f"({', '.join(named)})"
+        )
+
+
+def _plain(name: str, array: Array, shape: tuple[int, ...] | None) -> Tensor:
+    """A Flower Array as fp32; numpy reads no more than the bytes that are there."""
+    try:
+        values = array.numpy()
+    except Exception as error:  # numpy raises many kinds on hostile bytes
+        raise CorruptPayload(f"tensor {name} cannot be read: {error}") from None
+    if values.dtype.kind != "f" or (shape is not None and values.shape != shape):
+        raise CorruptPayload(
+            f"tensor {name} is {values.dtype}{list(values.shape)}"
+            + ("" if shape is None else f", not float{list(shape)}")
+        )
+    if not np.isfinite(values).all():
+        raise CorruptPayload(f"tensor {name} holds NaN or infinity")
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def record_blobs(record: ArrayRecord) -> dict[str, bytes]:
+    """Encoded bytes by tensor name, unchecked."""
+    return {name: array.data for name, array in record.items()}
+
+
+def record_from_blobs(blobs: Mapping[str, bytes]) -> ArrayRecord:
+    """A record of blobs that :func:`record_blobs` gave."""
+    record = ArrayRecord()
+    for name, blob in blobs.items():
+        info = Codec.inspect(blob)
+        record[name] = _array(blob, str(info.dtype).removeprefix("torch."), info.shape)
+    return record
+
+
+def record_nbytes(record: ArrayRecord) -> int:
+    """Payload bytes of a record."""
+    return sum(len(array.data) for array in record.values())
+
+
+def content_hash(state: Mapping[str, Tensor]) -> str:
+    """Hex sha256 over names, dtypes, shapes and bytes, in the order of names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()

@@ -1,0 +1,111 @@
+"""Keeping the largest values of each chunk: indices packed, values to a value codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flower_geo.compression.bits import pack_bits, packed_size, unpack_bits
+from flower_geo.errors import CorruptPayload
+
+__all__ = ["TopK"]
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The ``density`` share of largest magnitudes in each chunk of ``chunk`` values.
+
+    Chunked as in SparseLoCo (arXiv:2508.15706), so that an index takes
+    ``log2(chunk)`` bits, or one bit a value as a bitmap where that is smaller.
+    A last short chunk is padded, not cut at a divisor of some dimension.
+    """
+
+    density: float
+    chunk: int
+
+    @property
+    def spec(self) -> str:
+        """``topk(density=0.03,chunk=4096)``."""
+        return f"topk(density={self.density!r},chunk={self.chunk})"
+
+    def _keep(self, length: int) -> int:
+        return min(length, max(1, round(self.density * length))) if length else 0
+
+    def _layout(self, count: int) -> tuple[int, int, int, int]:
+        """Whole chunks, values kept in each, values of the last chunk, kept of those."""
+        whole, rest = divmod(count, self.chunk)
+        return whole, self._keep(self.chunk), rest, self._keep(rest)
+
+    @property
+    def _bits(self) -> int:
+        return max(1, (self.chunk - 1).bit_length())
+
+    @property
+    def _bitmap(self) -> bool:
+        return self._keep(self.chunk) * self._bits > self.chunk
+
+    def kept(self, count: int) -> int:
+        """Values kept of ``count``."""
+        whole, keep, _, last = self._layout(count)
+        return whole * keep + last
+
+    def index_size(self, count: int) -> int:
+        """Bytes of the packed indices."""
+        return packed_size(count, 1) if self._bitmap else packed_size(self.kept(count), self._bits)
+
+    def select(self, values: NDArray[np.float32]) -> Indices:
+        """Flat indices kept, ascending; exactly :meth:`kept` of them, ties included."""
+        whole, keep, rest, last = self._layout(values.size)
+        magnitudes = torch.from_numpy(np.abs(values))
+        parts = []
+        if whole:
+            rows = magnitudes[: whole * self.chunk].view(whole, self.chunk)
+            within = torch.topk(rows, keep, dim=1, sorted=False).indices.sort(dim=1).values
+            parts.append((within + torch.arange(whole)[:, None] * self.chunk).reshape(-1))
+        if rest:
+            tail = torch.topk(magnitudes[whole * self.chunk :], last, sorted=False).indices
+            parts.append(tail.sort().values + whole * self.chunk)
+        return torch.cat(parts).numpy() if parts else np.zeros(0, dtype=np.int64)
+
+    def pack(self, indices: Indices, count: int) -> bytes:
+        """Packed indices."""
+        if self._bitmap:
+            marks = np.zeros(count, dtype=np.uint8)
+            marks[indices] = 1
+            return np.packbits(marks, bitorder="little").tobytes()
+        return pack_bits((indices % self.chunk).astype(np.uint32), self._bits)
+
+    def unpack(self, data: memoryview, count: int) -> Indices:
+        """Flat indices; refused unless in range, ascending and as many as the spec says.
+
+        Raises:
+            CorruptPayload: they are not what an encoder writes.
+        """
+        whole, keep, _, last = self._layout(count)
+        if self._bitmap:
+            marks = np.unpackbits(
+                np.frombuffer(data, dtype=np.uint8), count=count, bitorder="little"
+            )
+            found = np.flatnonzero(marks)
+            counts = np.bincount(found // self.chunk, minlength=whole + (last > 0))
+            wanted = [keep] * whole + ([last] if last else [])
+            if not np.array_equal(counts, wanted):
+                raise CorruptPayload("a top-k bitmap marks another number of values than it should")
+            return found
+        within = unpack_bits(data, self.kept(count), self._bits).astype(np.int64)
+        body, tail = within[: whole * keep].reshape(whole, keep), within[whole * keep :]
+        short = count - whole * self.chunk
+        ascending = bool((np.diff(body, axis=1) > 0).all()) and bool((np.diff(tail) > 0).all())
+        in_range = (not body.size or int(body.max()) < self.chunk) and (
+            not tail.size or int(tail.max()) < short
+        )
+        if not (ascending and in_range):
+            raise CorruptPayload("top-k indices are out of range or not ascending")
+        return np.concatenate(
+            [(body + np.arange(whole)[:, None] * self.chunk).reshape(-1), tail + whole * self.chunk]
+        )

@@ -1,0 +1,208 @@
+"""Broadcasts with versions: what every site holds, and what it still needs.
+
+The coordinator keeps ``master`` (its own weights) and ``shadow`` (what every
+site holds after decoding all it was sent).  Under a lossy codec a version is
+the encoded ``master - shadow``, added to the shadow as decoded, so what coding
+lost stays in ``master - shadow`` and goes out with the next version.  Under a
+lossless codec a version is the weights themselves, because in fp32
+``shadow + (master - shadow)`` is not always ``master``.
+
+Decoding is fp32 on the CPU, value by value, so all shadows are equal to the
+bit; every message carries a hash that proves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flower_geo.compression.codec import Codec
+from flower_geo.compression.quantize import FP32
+from flower_geo.compression.records import (
+    content_hash,
+    pack,
+    record_from_blobs,
+    record_nbytes,
+    unpack,
+)
+from flower_geo.compression.spec import AnyCodec
+from flower_geo.errors import CheckpointCorrupt, CorruptPayload
+
+__all__ = ["Broadcaster", "Offer", "Replica"]
+
+Blobs = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What brings a site to the newest version.
+
+    Attributes:
+        kind: ``none`` (it is there), ``deltas`` (versions ``first`` to ``last``,
+            keys ``"<version>/<name>"``) or ``snapshot`` (weights of ``last``).
+        record: the payload; None for ``none``.
+        nbytes: payload bytes.
+    """
+
+    kind: Literal["none", "deltas", "snapshot"]
+    record: ArrayRecord | None = None
+    first: int = 0
+    last: int = 0
+    nbytes: int = 0
+
+
+class Broadcaster:
+    """The coordinator's side.
+
+    Args:
+        codec: downlink codec.
+        master: fp32 weights of version ``version``.
+        window: versions kept as deltas for sites that fall behind.
+
+    Attributes:
+        master, shadow: fp32 weights; tensors handed out are never changed.
+        version: the newest version.
+        hash: content hash of ``shadow``.
+    """
+
+    def __init__(
+        self, codec: AnyCodec, master: Mapping[str, Tensor], version: int = 0, window: int = 4
+    ) -> None:
+        self.codec = codec
+        self.master: dict[str, Tensor] = dict(master)
+        self.shadow: dict[str, Tensor] = self.master
+        self.version = version
+        self.window = window
+        self.hash = content_hash(self.shadow)
+        #: version -> delta that leads to it and the hash of the shadow before it
+        self._deltas: dict[int, tuple[str, Blobs]] = {}
+        self._snapshot: ArrayRecord | None = None
+
+    def advance(self, new_master: Mapping[str, Tensor]) -> None:
+        """Make ``new_master`` the next version.
+
+        Raises:
+            NonFiniteTensor: it holds NaN or infinity; nothing has changed then.
+        """
+        if self.codec.lossless:
+            master = dict(new_master)
+            shadow, blobs = master, None
+        else:
+            blobs, shadow = {}, {}
+            for name, before in self.shadow.items():
+                blob = self.codec.encode(new_master[name] - before, name)
+                blobs[name] = blob
+                shadow[name] = before + Codec.decode(blob)
+            master = dict(new_master)
+        self.version += 1
+        if blobs is not None:
+            self._deltas[self.version] = (self.hash, blobs)
+            self._deltas.pop(self.version - self.window, None)
+        self.master, self.shadow = master, shadow
+        self.hash = content_hash(shadow)
+        self._snapshot = None
+
+    def offer(self, version: int, hash: str) -> Offer:
+        """The cheapest payload for a site that holds ``version`` with content ``hash``."""
+        if (version, hash) == (self.version, self.hash):
+            return Offer("none", first=version, last=version)
+        needed = range(version + 1, self.version + 1)
+        if needed and all(each in self._deltas for each in needed):
+            before, _ = self._deltas[needed[0]]
+            size = sum(len(b) for each in needed for b in self._deltas[each][1].values())
+            if before == hash and size < self._snapshot_size():
+                blobs = {
+                    f"{each}/{name}": blob
+                    for each in needed
+                    for name, blob in self._deltas[each][1].items()
+                }
+                return Offer("deltas", record_from_blobs(blobs), needed[0], self.version, size)
+        if self._snapshot is None:
+            self._snapshot = pack(self.shadow, Codec(FP32()))
+        # A new record each time: Flower's messages must not share one.
+        record = ArrayRecord(dict(self._snapshot.items()))
+        return Offer("snapshot", record, self.version, self.version, record_nbytes(record))
+
+    def _snapshot_size(self) -> int:
+        return sum(4 * tensor.numel() for tensor in self.shadow.values())
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Deltas as uint8 tensors and JSON data, for a checkpoint beside master and shadow."""
+        tensors = {
+            f"{version}/{name}": torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+            for version, (_, blobs) in self._deltas.items()
+            for name, blob in blobs.items()
+        }
+        before = {str(version): hash for version, (hash, _) in self._deltas.items()}
+        meta = {
+            "version": self.version, "hash": self.hash, "before": before, "window": self.window,
+        }  # fmt: skip
+        return tensors, meta
+
+    @classmethod
+    def restore(
+        cls,
+        codec: AnyCodec,
+        master: Mapping[str, Tensor],
+        shadow: Mapping[str, Tensor],
+        deltas: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+    ) -> Broadcaster:
+        """Inverse of :meth:`state`.
+
+        Raises:
+            CheckpointCorrupt: the shadow is not the one the state was taken of.
+        """
+        made = cls(codec, master, int(meta["version"]), int(meta["window"]))
+        made.shadow = dict(shadow)
+        made.hash = content_hash(made.shadow)
+        if made.hash != meta["hash"]:
+            raise CheckpointCorrupt(f"the weights of version {made.version} fail their hash")
+        for key, tensor in deltas.items():
+            version, _, name = key.partition("/")
+            entry = made._deltas.setdefault(int(version), (str(meta["before"][version]), {}))
+            entry[1][name] = tensor.numpy().tobytes()
+        made._deltas = dict(sorted(made._deltas.items()))
+        return made
+
+
+class Replica:
+    """A site's side: weights of one version, brought forward by what was sent."""
+
+    def __init__(self, state: Mapping[str, Tensor], version: int) -> None:
+        self.state: dict[str, Tensor] = dict(state)
+        self.version = version
+
+    def apply(
+        self, kind: str, record: ArrayRecord, first: int, last: int, expect_hash: str
+    ) -> None:
+        """Apply an offer; afterwards ``state`` is version ``last``.
+
+        Raises:
+            CorruptPayload: the payload is damaged, or its result has another
+                hash; ``state`` and ``version`` are then as before.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
+        if kind == "snapshot":
+            state = unpack(record, shapes)
+        elif kind == "deltas":
+            versions = range(first, last + 1)
+            if first != self.version + 1 or not 0 < len(versions) <= 1024:
+                raise CorruptPayload(f"versions {first} to {last} do not follow {self.version}")
+            keyed = {f"{each}/{name}": s for each in versions for name, s in shapes.items()}
+            deltas = unpack(record, keyed)
+            state = {}
+            for name, tensor in self.state.items():
+                for each in versions:
+                    tensor = tensor + deltas[f"{each}/{name}"]
+                state[name] = tensor
+        else:
+            raise CorruptPayload(f"a broadcast of kind {kind!r} cannot be applied")
+        if content_hash(state) != expect_hash:
+            raise CorruptPayload(f"version {last} has another hash than the coordinator's")
+        self.state, self.version = state, last
