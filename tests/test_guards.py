@@ -84,8 +84,14 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def _declared(tree: ast.Module) -> list[str] | None:
     for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [str(name) for name in ast.literal_eval(node.value)]
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            target, value = node.target, node.value
+        else:
+            continue
+        if ast.unparse(target) == "__all__":
+            return [str(name) for name in ast.literal_eval(value)]
     return None
 
 

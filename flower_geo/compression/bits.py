@@ -43,4 +43,5 @@ def unpack_bits(data: memoryview, count: int, bits: int) -> NDArray[np.unsignedi
         return small.reshape(-1)[:count]
     planes = np.unpackbits(raw, count=count * bits, bitorder="little").reshape(count, bits)
     weights = np.uint32(1) << np.arange(bits, dtype=np.uint32)
-    return (planes * weights).sum(axis=1, dtype=np.uint32)
+    wide: NDArray[np.unsignedinteger] = (planes * weights).sum(axis=1, dtype=np.uint32)
+    return wide

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_geo.compression.quantize import FP32, ValueCodec
-from flower_geo.compression.sparsify import TopK
+from flower_geo.compression.sparsify import Selection
 from flower_geo.errors import CodecError, CodecSpecError, CorruptPayload, NonFiniteTensor
 
 __all__ = ["BlobInfo", "Codec"]
@@ -67,7 +67,7 @@ class Codec:
     """
 
     values: ValueCodec
-    sparse: TopK | None = None
+    sparse: Selection | None = None
 
     @property
     def spec(self) -> str:
@@ -160,7 +160,7 @@ class Codec:
         count = math.prod(info.shape)
         if shape is None and count > MAX_VALUES_PER_BYTE * len(payload):
             raise CorruptPayload(
-                f"a blob claims {count} values in {len(payload)} bytes; state the shape it must have"
+                f"a blob claims {count} values in {len(payload)} bytes; say which shape it has"
             )
         out = (np.empty if codec.sparse is None else np.zeros)(count, dtype=np.float32)
         for where, values in codec._runs(payload, count):

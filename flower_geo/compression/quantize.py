@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 #: Values decoded at a time: 1 MiB of fp32, which stays in the cache.
 PIECE = 1 << 18
 
-_ZERO = np.float32(0.0)
+_ZERO, _HALF = np.float32(0.0), np.float32(0.5)
 _TINY = np.nextafter(_ZERO, np.float32(1.0))  # smallest positive fp32
 
 
@@ -139,7 +139,8 @@ class FP16:
         top = 65504.0 if exponent < 113 else 32752.0
         scale = np.float32(2.0**exponent)
         half = torch.from_numpy(values / scale).clamp_(-top, top).to(torch.float16)
-        return scale.astype("<f4").tobytes() + half.numpy().tobytes()
+        payload: bytes = scale.astype("<f4").tobytes() + half.numpy().tobytes()
+        return payload
 
     def pieces(self, payload: memoryview, count: int) -> Iterator[tuple[int, Floats]]:
         """Widen and scale back."""
@@ -170,7 +171,7 @@ class Int:
     @property
     def top(self) -> int:
         """Largest code: 127 or 7."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     def _blocks(self, count: int) -> int:
         return -(-count // self.block)
@@ -189,14 +190,16 @@ class Int:
             # A zero block may have any scale; that of a denormal block is coarse
             # and rounded up, that of a huge one is kept from decoding to infinity.
             scale = np.maximum(largest / top, _TINY)
-            scale = np.where(largest > scale * (top + np.float32(0.5)), scale + _TINY, scale)
             with np.errstate(over="ignore"):
+                scale = np.where(largest > scale * (top + _HALF), scale + _TINY, scale)
                 scale = np.where(np.isinf(scale * top), np.nextafter(scale, _ZERO), scale)
             scales[start // self.block :][: scale.size] = scale
             rows = np.rint(np.divide(rows, scale[:, None], out=rows), out=rows)
             codes[start:stop] = np.clip(rows, -top, top, out=rows).reshape(-1)[: stop - start]
         if self.bits != 8:
-            return scales.tobytes() + pack_bits((codes + np.int8(self.top)).view(np.uint8), self.bits)
+            return scales.tobytes() + pack_bits(
+                (codes + np.int8(self.top)).view(np.uint8), self.bits
+            )
         return scales.tobytes() + codes.tobytes()
 
     def pieces(self, payload: memoryview, count: int) -> Iterator[tuple[int, Floats]]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import io
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
+from flwr.common.constant import SType
 from torch import Tensor
 
-from flower_geo.compression.codec import Codec
+from flower_geo.compression.codec import MAX_VALUES, Codec
 from flower_geo.compression.feedback import ErrorFeedback
 from flower_geo.compression.quantize import FP32
 from flower_geo.compression.spec import AnyCodec
@@ -28,6 +32,11 @@ __all__ = [
 ]
 
 STYPE = "geo/1"
+#: Readers of the header of a .npy file by version of the format.
+_HEADERS: dict[tuple[int, int], Callable[[io.BytesIO], tuple[tuple[int, ...], bool, Any]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 _RAW = Codec(FP32())
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -121,19 +130,37 @@ def _check_names(record: ArrayRecord, shapes: Shapes | None) -> None:
 
 
 def _plain(name: str, array: Array, shape: tuple[int, ...] | None) -> Tensor:
-    """A Flower Array as fp32; numpy reads no more than the bytes that are there."""
+    """A Flower Array as fp32, in memory of its own.
+
+    ``numpy.load`` would allocate what a header claims before it reads, and take
+    an archive for an array.
+    """
+    if array.stype != SType.NUMPY:
+        raise CorruptPayload(f"tensor {name} is of the unknown serialisation {array.stype[:40]!r}")
+    file = io.BytesIO(array.data)
     try:
-        values = array.numpy()
-    except Exception as error:  # numpy raises many kinds on hostile bytes
-        raise CorruptPayload(f"tensor {name} cannot be read: {error}") from None
-    if values.dtype.kind != "f" or (shape is not None and values.shape != shape):
+        version = np.lib.format.read_magic(file)
+        if version not in _HEADERS:
+            raise ValueError(f"version {version} of the array format is for structures")
+        found, fortran, dtype = _HEADERS[version](file)
+    except Exception as error:  # numpy evaluates the header and raises many kinds
+        line = " ".join(str(error).split())[:120]
+        raise CorruptPayload(f"tensor {name} cannot be read: {line}") from None
+    if dtype.kind != "f" or (shape is not None and found != shape):
         raise CorruptPayload(
-            f"tensor {name} is {values.dtype}{list(values.shape)}"
+            f"tensor {name} is {dtype}{list(found)[:8]}"
             + ("" if shape is None else f", not float{list(shape)}")
         )
+    payload = memoryview(array.data)[file.tell() :]
+    sizes_fit = 0 <= min(found, default=0) and math.prod(max(n, 1) for n in found) <= MAX_VALUES
+    if not sizes_fit or math.prod(found) * dtype.itemsize != len(payload):
+        raise CorruptPayload(f"tensor {name} has {len(payload)} bytes for {dtype}{list(found)[:8]}")
+    values = np.frombuffer(payload, dtype).reshape(found, order="F" if fortran else "C")
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = values.astype(np.float32, order="C")
     if not np.isfinite(values).all():
-        raise CorruptPayload(f"tensor {name} holds NaN or infinity")
-    return torch.from_numpy(values.astype(np.float32))
+        raise CorruptPayload(f"tensor {name} holds NaN, infinity or a value beyond fp32")
+    return torch.from_numpy(values)
 
 
 def record_blobs(record: ArrayRecord) -> dict[str, bytes]:
@@ -161,5 +188,5 @@ def content_hash(state: Mapping[str, Tensor]) -> str:
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        digest.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

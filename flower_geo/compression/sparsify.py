@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -11,9 +12,33 @@ from numpy.typing import NDArray
 from flower_geo.compression.bits import pack_bits, packed_size, unpack_bits
 from flower_geo.errors import CorruptPayload
 
-__all__ = ["TopK"]
+__all__ = ["Selection", "TopK"]
 
 Indices = NDArray[np.int64]
+
+
+@runtime_checkable
+class Selection(Protocol):
+    """Chooses the values that are sent; how many follows from the tensor's size alone."""
+
+    @property
+    def spec(self) -> str:
+        """Canonical spec."""
+
+    def kept(self, count: int) -> int:
+        """Values kept of ``count``."""
+
+    def index_size(self, count: int) -> int:
+        """Exact bytes of the packed indices."""
+
+    def select(self, values: NDArray[np.float32]) -> Indices:
+        """Flat indices kept, ascending."""
+
+    def pack(self, indices: Indices, count: int) -> bytes:
+        """Packed indices."""
+
+    def unpack(self, data: memoryview, count: int) -> Indices:
+        """Inverse of :meth:`pack`; raises ``CorruptPayload`` unless they are distinct and valid."""
 
 
 @dataclass(frozen=True)

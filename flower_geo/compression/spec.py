@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flower_geo.compression.codec import Codec
 from flower_geo.compression.quantize import BF16, FP16, FP32, Int, Int2, ValueCodec
-from flower_geo.compression.sparsify import TopK
+from flower_geo.compression.sparsify import Selection, TopK
 from flower_geo.config import nearest
 from flower_geo.errors import CodecSpecError
 
@@ -150,10 +150,10 @@ def chain(spec: str) -> Codec:
     if not spec.isascii() or len(spec) > 200:
         raise CodecSpecError(f"codec {spec[:40]!r} is no codec spec: it is too long or not ASCII")
     stages = [_stage(part.strip(), spec) for part in spec.split("|")]
-    sparse = stages[0] if isinstance(stages[0], TopK) else None
+    sparse = stages[0] if isinstance(stages[0], Selection) else None
     rest = stages[1:] if sparse is not None else stages
     values: ValueCodec = rest[0] if rest else FP32()
-    if len(rest) > 1 or isinstance(values, TopK):
+    if len(rest) > 1 or isinstance(values, Selection):
         raise CodecSpecError(
             f"codec {spec!r}: a chain is a selection (topk), then one value codec, as in "
             "'topk(density=0.03,chunk=4096)|int8(block=256)'"

@@ -31,7 +31,7 @@ from flower_geo.compression.records import (
     unpack,
 )
 from flower_geo.compression.spec import AnyCodec
-from flower_geo.errors import CheckpointCorrupt, CorruptPayload
+from flower_geo.errors import CheckpointCorrupt, CodecError, CorruptPayload, NonFiniteTensor
 
 __all__ = ["Broadcaster", "Offer", "Replica"]
 
@@ -88,8 +88,13 @@ class Broadcaster:
 
         Raises:
             NonFiniteTensor: it holds NaN or infinity; nothing has changed then.
+            CodecError: its names, shapes or dtypes differ from the last version's.
         """
+        self._check(new_master)
         if self.codec.lossless:
+            for name, tensor in new_master.items():
+                if not bool(torch.isfinite(tensor).all()):
+                    raise NonFiniteTensor(f"tensor {name} holds NaN or infinity; it is not sent")
             master = dict(new_master)
             shadow, blobs = master, None
         else:
@@ -97,7 +102,7 @@ class Broadcaster:
             for name, before in self.shadow.items():
                 blob = self.codec.encode(new_master[name] - before, name)
                 blobs[name] = blob
-                shadow[name] = before + Codec.decode(blob)
+                shadow[name] = before + Codec.decode(blob, shape=tuple(before.shape))
             master = dict(new_master)
         self.version += 1
         if blobs is not None:
@@ -106,6 +111,19 @@ class Broadcaster:
         self.master, self.shadow = master, shadow
         self.hash = content_hash(shadow)
         self._snapshot = None
+
+    def _check(self, new: Mapping[str, Tensor]) -> None:
+        """Torch would broadcast another shape, and a name too many would never be sent."""
+        odd = sorted(new.keys() ^ self.shadow.keys()) or [
+            name
+            for name, tensor in new.items()
+            if tensor.shape != self.shadow[name].shape or tensor.dtype != torch.float32
+        ]
+        if odd:
+            raise CodecError(
+                f"the weights after version {self.version} differ from it in tensor {odd[0]} "
+                f"({len(odd)} in all): names and shapes must stay, in fp32"
+            )
 
     def offer(self, version: int, hash: str) -> Offer:
         """The cheapest payload for a site that holds ``version`` with content ``hash``."""
@@ -158,9 +176,8 @@ class Broadcaster:
         Raises:
             CheckpointCorrupt: the shadow is not the one the state was taken of.
         """
-        made = cls(codec, master, int(meta["version"]), int(meta["window"]))
-        made.shadow = dict(shadow)
-        made.hash = content_hash(made.shadow)
+        made = cls(codec, shadow, int(meta["version"]), int(meta["window"]))
+        made.master = dict(master)
         if made.hash != meta["hash"]:
             raise CheckpointCorrupt(f"the weights of version {made.version} fail their hash")
         for key, tensor in deltas.items():
@@ -192,7 +209,7 @@ class Replica:
             state = unpack(record, shapes)
         elif kind == "deltas":
             versions = range(first, last + 1)
-            if first != self.version + 1 or not 0 < len(versions) <= 1024:
+            if first != self.version + 1 or not first <= last < first + 1024:
                 raise CorruptPayload(f"versions {first} to {last} do not follow {self.version}")
             keyed = {f"{each}/{name}": s for each in versions for name, s in shapes.items()}
             deltas = unpack(record, keyed)

@@ -39,7 +39,6 @@ VERSION = 1
 
 _TEMPORARY = ".tmp-"
 _ABANDONED_SECONDS = 24 * 3600.0
-_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -72,17 +71,12 @@ def open_or_build(
     """
     entry = cache_dir / key
     try:
-        for _ in range(_ATTEMPTS):
-            found = _open(entry, dtype)
-            if found is not None:
-                return found
-            _build(cache_dir, entry, dtype, build)
+        return _open(entry, dtype) or _build(cache_dir, entry, dtype, build)
     except OSError as error:
         raise DataError(
             f"cannot write the data cache {cache_dir}: {error.strerror or error}; free space "
             "there or choose a writable folder"
         ) from error
-    raise DataError(f"data cache {entry} does not keep what is written to it: delete that folder")
 
 
 def _open(entry: Path, dtype: np.dtype[Any]) -> Prepared | None:
@@ -112,7 +106,7 @@ def _open(entry: Path, dtype: np.dtype[Any]) -> Prepared | None:
 
 def _build(
     cache_dir: Path, entry: Path, dtype: np.dtype[Any], build: Callable[[Path], str]
-) -> None:
+) -> Prepared:
     cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     _sweep(cache_dir)
     # mkdtemp makes a folder that only this user can enter: tokens are the site's text.
@@ -129,31 +123,36 @@ def _build(
             json.dump(meta, text, indent=1)
             text.flush()
             os.fsync(text.fileno())
-        _put(folder, entry, dtype)
+        # Mapped before it is renamed: what others do to the entry cannot touch it any more.
+        mine = _open(folder, dtype)
+        if mine is None:
+            raise OSError(f"{folder.name} does not keep what is written to it")
+        return _put(folder, entry, dtype) or mine
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _put(folder: Path, entry: Path, dtype: np.dtype[Any]) -> None:
-    """Rename the finished folder to its place, unless a whole entry is there by now."""
+def _put(folder: Path, entry: Path, dtype: np.dtype[Any]) -> Prepared | None:
+    """Rename the finished folder to its place, unless a whole entry is there: return that."""
     try:
         folder.rename(entry)
-        return
+        return None
     except OSError:
         if not entry.exists():
             raise
-    if _open(entry, dtype) is not None:
-        return
+    theirs = _open(entry, dtype)
+    if theirs is not None:
+        return theirs
     # Moved aside first: readers that have it mapped keep their pages.
     grave = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=entry.parent))
     try:
-        with contextlib.suppress(FileNotFoundError):
-            entry.rename(grave / "damaged")
+        # Either rename may lose to another process; this one has its own copy mapped.
         with contextlib.suppress(OSError):
-            # Lost to a third process at this very moment: the caller looks again.
+            entry.rename(grave / "damaged")
             folder.rename(entry)
     finally:
         shutil.rmtree(grave, ignore_errors=True)
+    return None
 
 
 def _sweep(cache_dir: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,10 @@ class Split:
         if not 0 <= place < len(self):
             raise IndexError(f"sequence {index} of a split that has {len(self)}")
         return self.batch([place])[0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """All sequences in order."""
+        return (self[index] for index in range(len(self)))
 
     def batch(self, indices: npt.ArrayLike) -> torch.Tensor:
         """Sequences by number as int64 ids of shape [len(indices), seq_len].

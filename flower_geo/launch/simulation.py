@@ -35,14 +35,14 @@ __all__ = ["PrivateSimulation", "healthy", "wait_healthy"]
 _PREFIX = "fgeo-"
 _NAME = "simulation"
 
-#: Ray's parts that only serve dashboards and clusters of several machines.
-_RAY_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
+#: Ray on the loopback only (its switch for that is named after other systems),
+#: without the parts that serve dashboards.
+_RAY = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "false",
-    "RAY_enable_autoscaler_v2": "0",
-    "RAY_DEDUP_LOGS": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_BACKEND_LOG_LEVEL": "error",
+    "RAY_DEDUP_LOGS": "0",
 }
 
 
@@ -70,7 +70,7 @@ class PrivateSimulation:
         self.superlink: ProcessRef | None = None
         self.start_seconds = self.stop_seconds = 0.0
         self._mark = processes.new_mark()
-        self._env = {"FLOWER_GEO_STATE_DIR": str(state), **_RAY_QUIET, **(env or {})}
+        self._env = {"FLOWER_GEO_STATE_DIR": str(state), **_RAY, **(env or {})}
 
     @property
     def cli(self) -> FlwrCli:

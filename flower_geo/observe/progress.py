@@ -126,6 +126,7 @@ class _State:
         """Fold one event in and return a line about it, for those events that get one."""
         handler = {
             "start": self._start,
+            "sites": self._connected,
             "waiting": self._waiting,
             "site": self._site,
             "round": self._round,
@@ -147,7 +148,7 @@ class _State:
             about = f" ({format_count(size)} parameters)" if number(size) is not None else ""
             words.append(printable(event["model"], 60) + about)
         if self._sites:
-            words.append(f"{len(self._sites)} site{'s' * (len(self._sites) != 1)}")
+            words.append(plural(len(self._sites), "site"))
         self.title = " · ".join(word for word in words if word != MISSING) or "run"
         self.ended = None
         self._last_commit = number(event.get("time"))
@@ -157,6 +158,11 @@ class _State:
         self.done = resumed
         self._open_round(resumed + 1)
         return f"resume after round {resumed}: {self.title}"
+
+    def _connected(self, event: Mapping[str, Any]) -> str | None:
+        self._sites = _names(event.get("sites"))
+        self.asked = len(self._sites)
+        return f"  {plural(self.asked, 'site')}: {', '.join(self._sites)}" if self._sites else None
 
     def _open_round(self, round_: int | None) -> None:
         if round_ is not None and round_ > self.round:
@@ -230,7 +236,7 @@ class _State:
 
     def _fault(self, event: Mapping[str, Any]) -> str:
         words = [printable(event.get("what") or "fault", 100)]
-        if event.get("site") is not None:
+        if event.get("site"):
             words.insert(0, printable(event["site"]))
         if _whole(event.get("round")) is not None:
             words.append(f"in round {_whole(event['round'])}")

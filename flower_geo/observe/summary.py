@@ -121,7 +121,7 @@ def ends_of(curve: Mapping[int, float | None]) -> tuple[float, float] | None:
 
 
 def _name(value: object) -> str | None:
-    return None if value is None else printable(value)
+    return None if value is None or value == "" else printable(value)
 
 
 def _round(value: object) -> int | None:
@@ -166,6 +166,7 @@ class _Builder:
         self._rounds: dict[int, Mapping[str, Any]] = {}
         self._replies: dict[tuple[int, str], _Reply] = {}
         self._attempts: dict[tuple[int, int, int], _Attempt] = {}
+        self._newest: dict[tuple[int, int], int] = {}
         self._statuses: dict[tuple[int, int, int, str], str] = {}
         self._life = 0
         self._life_start: float | None = None
@@ -181,6 +182,7 @@ class _Builder:
             self.run.last_time = when
         handler = {
             "start": self._on_start,
+            "sites": self._on_sites,
             "site": self._on_site,
             "round": self._on_round,
             "eval": self._on_eval,
@@ -209,6 +211,9 @@ class _Builder:
         known = {key: value for key, value in event.items() if value is not None}
         self.run.start = {**self.run.start, **known}
         self.run.end = None
+        self._on_sites(event)
+
+    def _on_sites(self, event: Mapping[str, Any]) -> None:
         names = event.get("sites")
         for name in names if isinstance(names, (list, tuple)) else ():
             self._site(name)
@@ -229,7 +234,11 @@ class _Builder:
         return self.run.sites.setdefault(name, SiteRow(name))
 
     def _key(self, event: Mapping[str, Any], round_: int) -> tuple[int, int, int]:
-        return (self._life, round_, _round(event.get("attempt")) or 0)
+        attempt = _round(event.get("attempt"))
+        if attempt is None:  # it speaks of the attempt that was last heard of
+            attempt = self._newest.get((self._life, round_), 0)
+        self._newest[(self._life, round_)] = attempt
+        return (self._life, round_, attempt)
 
     def _on_site(self, event: Mapping[str, Any]) -> None:
         site, round_ = self._site(event.get("site")), _round(event.get("round"))

@@ -81,8 +81,8 @@ def sites_table(run: Run) -> str:
             format_count(site.tokens),
             format_seconds(site.seconds),
             format_count(site.tokens / site.seconds) if site.seconds else MISSING,
-            format_bytes(site.bytes_up),
-            format_bytes(site.bytes_down),
+            format_bytes(site.bytes_up or None),
+            format_bytes(site.bytes_down or None),
             _change(site),
             _not_accepted(site),
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from flower_geo.training.evaluation import EvalResult, Sequences, evaluate
-from flower_geo.training.loop import InnerLoop, InnerResult
+from flower_geo.training.loop import InnerLoop
 from flower_geo.training.schedule import InnerConfig, learning_rate
+from flower_geo.training.tally import InnerResult
 
 __all__ = [
     "EvalResult",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,37 +18,15 @@ from flower_geo.errors import TrainingError
 from flower_geo.training.optimizer import build_optimizer, flat_state, load_flat_state
 from flower_geo.training.precision import autocast, device_of
 from flower_geo.training.schedule import InnerConfig, learning_rate
+from flower_geo.training.tally import DeviceTally, HostTally, InnerResult, Tally
 
-__all__ = ["InnerLoop", "InnerResult"]
+__all__ = ["InnerLoop"]
 
 _CPU_RNG = "rng/cpu"
 _CUDA_RNG = "rng/cuda"
 
 #: Steps between two looks at a device that works behind the host's back.
 LOOK_EVERY = 16
-
-
-@dataclass(frozen=True)
-class InnerResult:
-    """What one call of ``InnerLoop.run`` did.
-
-    Attributes:
-        steps: optimizer steps taken.
-        tokens: tokens predicted, over all batches.
-        seconds: wall time.
-        loss_first: loss of the first step, in nats a token, before it was taken.
-        loss_last: loss of the last step, before it was taken.
-        loss_mean: mean over the steps.
-        grad_norm: mean global norm of the gradient, before clipping.
-    """
-
-    steps: int
-    tokens: int
-    seconds: float
-    loss_first: float
-    loss_last: float
-    loss_mean: float
-    grad_norm: float
 
 
 class InnerLoop:
@@ -122,7 +99,7 @@ class InnerLoop:
         if steps is not None and start >= steps:
             raise TrainingError(f"no step is left: {start} of {steps} are done; give more steps")
         round_span = float(span if span is not None else steps or 0)
-        tally = _Tally(self._device)
+        tally = DeviceTally(self._device) if self._deferred else HostTally()
         began = time.perf_counter()
         with self._training():
             step = start
@@ -168,7 +145,7 @@ class InnerLoop:
         self._rng |= {name: state[name].clone() for name in self._rng if name in state}
 
     def _step(
-        self, next_batch: Callable[[], Tensor], step: int, position: float, tally: _Tally
+        self, next_batch: Callable[[], Tensor], step: int, position: float, tally: Tally
     ) -> Tensor:
         rate = learning_rate(self.config, position)
         for group in self._optimizer.param_groups:
@@ -176,7 +153,7 @@ class InnerLoop:
         loss, tokens = self._backward(next_batch)
         norm = self._clipped_norm()
         tally.add(loss, norm, tokens, step)
-        if self._deferred:
+        if isinstance(tally, DeviceTally):
             self._optimizer.found_inf = tally.bad()  # type: ignore[attr-defined]
         else:
             self._look(tally)
@@ -210,15 +187,16 @@ class InnerLoop:
             return nn.utils.clip_grad_norm_(parameters, self.config.clip_norm)
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def _look(self, tally: _Tally) -> None:
+    def _look(self, tally: Tally) -> None:
         """Raise when a step so far was not finite; waits for the device."""
-        step = tally.first_bad()
-        if step is None:
+        bad = tally.first_bad()
+        if bad is None:
             return
+        step, loss = bad
         self._optimizer.zero_grad(set_to_none=True)
         raise TrainingError(
             f"the loss or its gradient is not finite at local step {step + 1} "
-            f"(loss {tally.bad_loss()}); lower inner-lr, lengthen warmup-steps or look at the data"
+            f"(loss {loss}); lower inner-lr, lengthen warmup-steps or look at the data"
         )
 
     def _settle(self) -> None:
@@ -263,55 +241,3 @@ def _share(
         return by_steps
     by_time = span * min(elapsed / seconds, 1.0) if seconds > 0 else 0.0
     return max(by_steps, by_time)
-
-
-class _Tally:
-    """Running sums on the model's device, so that counting waits for nothing.
-
-    ``_first_bad`` is the first step whose loss or gradient was not finite, -1
-    for none.  It sticks: once set, no later step is taken either.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.steps = 0
-        self._tokens = 0
-        self._first: Tensor | None = None
-        self._last: Tensor | None = None
-        self._losses = torch.zeros((), dtype=torch.float64, device=device)
-        self._norms = torch.zeros((), dtype=torch.float64, device=device)
-        self._first_bad = torch.full((), -1, dtype=torch.long, device=device)
-        self._bad_loss = torch.zeros((), device=device)
-
-    def add(self, loss: Tensor, norm: Tensor, tokens: int, step: int) -> None:
-        self.steps += 1
-        self._tokens += tokens
-        self._first = loss if self._first is None else self._first
-        self._last = loss
-        self._losses += loss
-        self._norms += norm
-        fresh = ~torch.isfinite(loss + norm) & (self._first_bad < 0)
-        self._first_bad = torch.where(fresh, step, self._first_bad)
-        self._bad_loss = torch.where(fresh, loss.float(), self._bad_loss)
-
-    def bad(self) -> Tensor:
-        """1.0 when a step was not finite, as fused optimizers want it."""
-        return (self._first_bad >= 0).float()
-
-    def first_bad(self) -> int | None:
-        step = int(self._first_bad)
-        return None if step < 0 else step
-
-    def bad_loss(self) -> float:
-        return float(self._bad_loss)
-
-    def result(self, seconds: float) -> InnerResult:
-        assert self._first is not None and self._last is not None
-        return InnerResult(
-            steps=self.steps,
-            tokens=self._tokens,
-            seconds=seconds,
-            loss_first=float(self._first),
-            loss_last=float(self._last),
-            loss_mean=float(self._losses) / self.steps,
-            grad_norm=float(self._norms) / self.steps,
-        )

@@ -15,6 +15,12 @@ def tokenizer() -> Any:
     return load_tokenizer("builtin")
 
 
+@pytest.fixture(scope="session")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that tests of the shipped corpora share."""
+    return tmp_path_factory.mktemp("shipped")
+
+
 @pytest.fixture
 def pack(tokenizer: Any, tmp_path: Path) -> Callable[..., PackedCorpus]:
     """`prepare` with the shipped tokenizer and a cache of this test's own."""
@@ -46,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     rng = np.random.default_rng(7)
     first = 0
     for number in range(12):
-        count = 8000 if number in (2, 9) else int(rng.integers(200, 900))
+        count = 6000 if number in (2, 9) else int(rng.integers(200, 900))
         place = root / "sub" if number % 3 == 0 else root
         (place / f"{number:02d}.txt").write_text(numbered(first, count), encoding="utf-8")
         first += count

@@ -23,7 +23,10 @@ def chunks(text: str, size: int) -> list[str]:
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
-LINES = st.lists(st.sampled_from([SEPARATOR, "", "a", f" {SEPARATOR}", f"{SEPARATOR}!", "word word"]), max_size=12)
+LINES = st.lists(
+    st.sampled_from([SEPARATOR, "", "a", f" {SEPARATOR}", f"{SEPARATOR}!", "word word"]),
+    max_size=12,
+)
 
 
 @given(lines=LINES, size=st.integers(1, 40), closed=st.booleans())

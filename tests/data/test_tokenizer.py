@@ -25,12 +25,16 @@ def test_the_shipped_one_has_4096_tokens_and_one_special(tokenizer: Any) -> None
     assert tokenizer.encode("<|endoftext|>") == [0]
 
 
-@given(text=st.text(st.characters(codec="utf-8"), max_size=60))
-def test_any_text_comes_back(text: str) -> None:
-    tokenizer = load_tokenizer()
-    (ids,) = encoder(tokenizer)([text])
-    assert tokenizer.decode(ids) == text
-    assert 0 not in ids
+def test_any_text_comes_back(tokenizer: Any) -> None:
+    encode = encoder(tokenizer)
+
+    @given(text=st.text(st.characters(codec="utf-8"), max_size=60))
+    def check(text: str) -> None:
+        (ids,) = encode([text])
+        assert tokenizer.decode(ids) == text
+        assert 0 not in ids
+
+    check()
 
 
 def test_text_cannot_end_a_document_from_within(tokenizer: Any) -> None:
@@ -62,7 +66,9 @@ def test_the_hash_sees_another_order_of_merges(tmp_path: Path) -> None:
     assert tokenizer_hash(load_tokenizer(str(tmp_path))) != HASH
 
 
-@pytest.mark.parametrize("fault", ["empty folder", "damaged", "a file", "no such folder", "no such name"])
+@pytest.mark.parametrize(
+    "fault", ["empty folder", "damaged", "a file", "no such folder", "no such name"]
+)
 def test_what_cannot_be_loaded_is_one_line(fault: str, tmp_path: Path) -> None:
     spec = tmp_path / "tok"
     if fault in ("empty folder", "damaged"):
@@ -113,7 +119,7 @@ def test_a_tokenizer_without_a_backend_is_served(tokenizer: Any) -> None:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     code = (
         "import sys, flower_geo.data; heavy = {'torch', 'transformers', 'tokenizers', 'datasets',"
-        " 'pyarrow', 'pandas'} & set(sys.modules); sys.exit(', '.join(heavy))"
+        " 'pyarrow', 'pandas'} & set(sys.modules); sys.exit(', '.join(heavy) or 0)"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(

@@ -66,6 +66,16 @@ def test_waiting_is_not_printed_but_drawn() -> None:
     assert "waiting for c" in drawn([start, waiting, {"event": "site", "round": 1, "site": "b"}])
 
 
+def test_sites_that_connect_after_the_start_are_named() -> None:
+    events = [
+        {"event": "start", "run": "r"},
+        {"event": "sites", "sites": ["a", "b"]},
+        {"event": "fault", "site": "", "what": "no greeting", "detail": "timed out"},
+    ]
+    assert plain(events) == ["start: r", "  2 sites: a, b", "  no greeting: timed out"]
+    assert "0 of 2 sites answered; waiting for a, b" in re.sub(r", [\d.]+ s", "", drawn(events))
+
+
 def test_the_display_counts_sites_anew_each_round_and_sums_bytes() -> None:
     events = fake_events(sites=4, rounds=8, troubles=False)
     cut = max(i for i, e in enumerate(events) if e["event"] == "round" and e["round"] == 5)
@@ -140,7 +150,7 @@ KEYS = [
     *("accepted", "seconds", "bytes_up", "tokens_per_second", "what", "detail", "reason"),
 ]
 KINDS = st.sampled_from(
-    ["start", "waiting", "site", "round", "eval", "fault", "end", "new", None, 3]
+    ["start", "waiting", "site", "round", "eval", "fault", "end", "sites", "new", None, 3]
 )
 
 

@@ -114,6 +114,24 @@ def test_the_fuller_of_two_byte_counts_is_taken() -> None:
     assert (row.bytes_up, row.bytes_down) == (20, 90)
 
 
+def test_a_round_that_does_not_name_its_attempt_means_the_newest() -> None:
+    events = [
+        site(1, "a", attempt=1),
+        site(1, "b", "missing", attempt=1, bytes_up=0),
+        site(1, "b", attempt=2),
+        {"event": "round", "round": 1, "accepted": 2, "bytes_up": 12, "bytes_down": 20},
+    ]
+    (row,) = summarise(events).rounds
+    assert (row.bytes_up, row.bytes_down) == (10 + 12, 40 + 20)
+
+
+def test_sites_are_known_from_the_moment_they_connect() -> None:
+    run = summarise([{"event": "start"}, {"event": "sites", "sites": ["a", "b"]}])
+    assert list(run.sites) == ["a", "b"]
+    fault = {"event": "fault", "site": "", "what": "no greeting"}
+    assert summarise([fault]).faults[0].site is None
+
+
 def test_without_steps_or_size_a_baseline_is_unknown_not_zero() -> None:
     totals = baseline_bytes([{"event": "round", "round": 1, "accepted": 2, "bytes_up": 5}])
     assert totals["sent"] == 5

@@ -1,0 +1,156 @@
+"""DiLoCo on real processes against data-parallel training with the same tokens.
+
+DiLoCo: ``flower-geo run apps/diloco`` in simulation, four sites, 1024 tokens a
+step at each, H local steps a round.  Data-parallel: one process that takes the
+same number of steps, each on the four sites' batches with averaged gradients.
+Both see the same text, the same shuffles, the same schedule and the same
+held-out parts.
+
+    python -m benchmarks.bench_convergence            # 400 steps, and the codecs
+    python -m benchmarks.bench_convergence --course   # 400, 800 and 1600 steps too
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import REPO, publish, run_python, table
+
+SITES, INNER_LR, EVAL_TOKENS = 4, 3e-3, 32_768
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One DiLoCo run."""
+
+    name: str
+    steps: int = 400
+    inner_steps: int = 20
+    codec_up: str = "int8(block=256)"
+    codec_down: str = "int8(block=256)"
+    outer_lr: float = 0.9
+    outer_momentum: float = 0.5
+
+
+BASE = (
+    Setting("int8 both ways (default)"),
+    Setting("fp32 both ways", codec_up="fp32", codec_down="fp32"),
+    Setting("int4 up, int8 down", codec_up="int4(block=64)"),
+    Setting("int8, H=10", inner_steps=10),
+    Setting("int8, outer 0.7/0.9", outer_lr=0.7, outer_momentum=0.9),
+)
+COURSE = (Setting("int8 both ways (default)", 800), Setting("int8 both ways (default)", 1600))
+
+DATA_PARALLEL = """
+import json, sys, torch
+torch.set_num_threads(1)
+from flower_geo.data import BatchSource, Cursor, data_spec, load_tokenizer, prepare
+from flower_geo.models import build_model
+from flower_geo.site.identity import cache_folder
+from flower_geo.training import InnerConfig, InnerLoop, evaluate
+steps, lr, eval_tokens, sites = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), 4
+tokenizer = load_tokenizer()
+model = build_model("gpt2-nano", seed=0, vocab_size=len(tokenizer), max_seq_len=128)
+corpora = [prepare(data_spec("builtin", {}, i, sites), tokenizer, seq_len=128,
+                   cache_dir=cache_folder({})) for i in range(sites)]
+sources = [BatchSource(c.train, 8, Cursor(len(c.train), 0)) for c in corpora]
+turn = iter(int(i) % sites for i in range(steps * sites))
+# Gradient accumulation over the sites' batches is the averaged gradient.
+loop = InnerLoop(model, InnerConfig(lr=lr, warmup_steps=20, total_steps=steps, schedule="cosine",
+                                    grad_accum=sites))
+loop.run(lambda: sources[next(turn)].next(), steps=steps, position=0, span=steps)
+losses = [evaluate(model, c.held_out, 8, max_tokens=eval_tokens) for c in corpora]
+print(json.dumps({"loss": sum(l.loss_sum for l in losses) / sum(l.tokens for l in losses),
+                  "by_site": [l.loss for l in losses]}))
+"""
+
+
+def diloco(setting: Setting) -> dict[str, Any]:
+    """Run DiLoCo in simulation and read its metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        values = {
+            "run-name": "bench", "run-dir": folder, "rounds": setting.steps // setting.inner_steps,
+            "inner-steps": setting.inner_steps, "inner-lr": INNER_LR, "eval-every": 0,
+            "eval-tokens": EVAL_TOKENS, "codec-up": setting.codec_up,
+            "codec-down": setting.codec_down, "outer-lr": setting.outer_lr,
+            "outer-momentum": setting.outer_momentum, "sample-tokens": 0,
+        }  # fmt: skip
+        config = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+        began = time.perf_counter()
+        subprocess.run(
+            [
+                str(Path(sys.executable).with_name("flower-geo")), "run", str(REPO / "apps/diloco"),
+                "--sites", str(SITES), "--plain", "--run-config", config,
+            ],
+            check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        wall = time.perf_counter() - began
+        lines = (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+    rounds = [event for event in events if event["event"] == "round"]
+    losses = [event for event in events if event["event"] == "eval" and event["site"] == "*"]
+    parameters = next(event["parameters"] for event in events if event["event"] == "start")
+    # As many sites train at a time as there are cores; what is left of a round is overhead.
+    at_work = sum(e.get("seconds") or 0.0 for e in events if e["event"] == "site")
+    train = at_work / min(SITES, os.cpu_count() or 1)
+    return {
+        "setting": setting.name, "steps": setting.steps, "H": setting.inner_steps, "wall": wall,
+        "loss": losses[-1]["loss"], "start": losses[0]["loss"],
+        "up": sum(r["bytes_up"] for r in rounds), "down": sum(r["bytes_down"] for r in rounds),
+        "fp32_fedavg": len(rounds) * SITES * parameters * 4,
+        "outside": (sum(r["seconds"] for r in rounds) - train) / len(rounds),
+        "seconds_round": sum(r["seconds"] for r in rounds) / len(rounds),
+    }  # fmt: skip
+
+
+def data_parallel(steps: int) -> dict[str, Any]:
+    """Train on all sites' batches with averaged gradients."""
+    found: dict[str, Any] = run_python(
+        DATA_PARALLEL, str(steps), str(INNER_LR), str(EVAL_TOKENS)
+    )
+    return found
+
+
+def main(course: bool) -> list[dict[str, Any]]:
+    """Measure and publish."""
+    settings = BASE + (COURSE if course else ())
+    baseline = {steps: data_parallel(steps)["loss"] for steps in {s.steps for s in settings}}
+    rows = []
+    for setting in settings:
+        row = diloco(setting) | {"data_parallel": baseline[setting.steps]}
+        row["gap"] = row["loss"] / row["data_parallel"] - 1
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    publish(
+        "convergence", "DiLoCo against data-parallel training with the same tokens",
+        "gpt2-nano (1.3 M parameters), four sites with one corpus each, 1024 tokens a step and "
+        f"site, inner AdamW {INNER_LR:g} cosine, H local steps a round. Loss is held-out, over all "
+        "four corpora. Bytes are payload of all sites; fp32 FedAvg sends every weight in fp32 "
+        "both ways every round.\n\n"
+        + table(
+            ["DiLoCo", "steps a site", "H", "start", "held-out loss", "data-parallel", "gap, %",
+             "MB up", "MB down", "of fp32 FedAvg"],
+            [[r["setting"], r["steps"], r["H"], r["start"], r["loss"], r["data_parallel"],
+              100 * r["gap"], r["up"] / 1e6, r["down"] / 1e6,
+              (r["up"] + r["down"]) / (2 * r["fp32_fedavg"])] for r in rows],
+        )
+        + "\n\nTime, on this machine, where two sites train at a time:\n\n"
+        + table(
+            ["DiLoCo", "steps a site", "wall, s", "a round, s", "of it outside training, s"],
+            [[r["setting"], r["steps"], r["wall"], r["seconds_round"], r["outside"]] for r in rows],
+        ),
+        rows,
+    )  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    main("--course" in sys.argv)

@@ -1,0 +1,134 @@
+"""Counting over the steps of a round: losses, norms, and the first step that was not finite."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["DeviceTally", "HostTally", "InnerResult", "Tally"]
+
+
+@dataclass(frozen=True)
+class InnerResult:
+    """What one call of ``InnerLoop.run`` did.
+
+    Attributes:
+        steps: optimizer steps taken.
+        tokens: tokens predicted, over all batches.
+        seconds: wall time.
+        loss_first: loss of the first step, in nats a token, before it was taken.
+        loss_last: loss of the last step, before it was taken.
+        loss_mean: mean over the steps.
+        grad_norm: mean global norm of the gradient, before clipping.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss_first: float
+    loss_last: float
+    loss_mean: float
+    grad_norm: float
+
+
+class Tally(ABC):
+    """Sums over the steps of one round."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.tokens = 0
+
+    def add(self, loss: Tensor, norm: Tensor, tokens: int, step: int) -> None:
+        """Count a step, before it is taken."""
+        self.steps += 1
+        self.tokens += tokens
+        self._count(loss, norm, step)
+
+    def result(self, seconds: float) -> InnerResult:
+        """The round so far; waits for the device."""
+        first, last, losses, norms = self._sums()
+        return InnerResult(
+            steps=self.steps,
+            tokens=self.tokens,
+            seconds=seconds,
+            loss_first=first,
+            loss_last=last,
+            loss_mean=losses / self.steps,
+            grad_norm=norms / self.steps,
+        )
+
+    @abstractmethod
+    def first_bad(self) -> tuple[int, float] | None:
+        """The first step that was not finite and its loss; waits for the device."""
+
+    @abstractmethod
+    def _count(self, loss: Tensor, norm: Tensor, step: int) -> None: ...
+
+    @abstractmethod
+    def _sums(self) -> tuple[float, float, float, float]: ...
+
+
+class HostTally(Tally):
+    """Python numbers, for devices whose results are there when asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first = self._last = math.nan
+        self._losses = self._norms = 0.0
+        self._bad: tuple[int, float] | None = None
+
+    def _count(self, loss: Tensor, norm: Tensor, step: int) -> None:
+        self._last, size = loss.item(), norm.item()
+        if self.steps == 1:
+            self._first = self._last
+        self._losses += self._last
+        self._norms += size
+        if self._bad is None and not math.isfinite(self._last + size):
+            self._bad = (step, self._last)
+
+    def first_bad(self) -> tuple[int, float] | None:
+        return self._bad
+
+    def _sums(self) -> tuple[float, float, float, float]:
+        return self._first, self._last, self._losses, self._norms
+
+
+class DeviceTally(Tally):
+    """Tensors on the device, so that counting waits for nothing.
+
+    A step that was not finite sticks: no later step counts as good either.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._first: Tensor | None = None
+        self._last: Tensor | None = None
+        self._losses = torch.zeros((), dtype=torch.float64, device=device)
+        self._norms = torch.zeros((), dtype=torch.float64, device=device)
+        self._bad_step = torch.full((), -1, dtype=torch.long, device=device)
+        self._bad_loss = torch.zeros((), device=device)
+
+    def _count(self, loss: Tensor, norm: Tensor, step: int) -> None:
+        self._first = loss if self._first is None else self._first
+        self._last = loss
+        self._losses += loss
+        self._norms += norm
+        fresh = ~torch.isfinite(loss + norm) & (self._bad_step < 0)
+        self._bad_step = torch.where(fresh, step, self._bad_step)
+        self._bad_loss = torch.where(fresh, loss.float(), self._bad_loss)
+
+    def bad(self) -> Tensor:
+        """1.0 when a step was not finite, as fused optimizers want it."""
+        return (self._bad_step >= 0).float()
+
+    def first_bad(self) -> tuple[int, float] | None:
+        step = int(self._bad_step)
+        return None if step < 0 else (step, float(self._bad_loss))
+
+    def _sums(self) -> tuple[float, float, float, float]:
+        assert self._first is not None and self._last is not None
+        return float(self._first), float(self._last), float(self._losses), float(self._norms)
