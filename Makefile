@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format bench lock clean
+.PHONY: help install demo test test-slow lint lint-style lint-format lint-types lint-layers format bench lock clean
 
 VENV     := .venv
 BIN      := $(VENV)/bin
@@ -52,16 +52,16 @@ $(VENV_DONE):
 		echo "error: $(PYTHON) is not Python 3.11 or newer: name another with PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' >/dev/null 2>&1 || { \
 		echo "error: $(PYTHON) cannot make environments: install its venv package (Debian: apt-get install python3-venv)" >&2; exit 1; }
-	$(call step,make $(VENV) with $$($(PYTHON) --version),$(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install -q $(PIP_ARGS) --upgrade $(PIP))
+	$(call step,make $(VENV) with $$($(PYTHON) --version),$(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install -qq $(PIP_ARGS) --upgrade $(PIP))
 	@mkdir -p $(@D) && touch $@
 
 $(LOCK_DONE): $(VENV_DONE)
-	$(call step,install $(TORCH),$(BIN)/python -m pip install -q $(PIP_ARGS) $(TORCH))
-	$(call step,install the $(words $(shell grep -E '^[A-Za-z]' requirements/lock.txt)) packages of requirements/lock.txt,$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps -r requirements/lock.txt)
+	$(call step,install $(TORCH),$(BIN)/python -m pip install -qq $(PIP_ARGS) $(TORCH))
+	$(call step,install the $(words $(shell grep -E '^[A-Za-z]' requirements/lock.txt)) packages of requirements/lock.txt,$(BIN)/python -m pip install -qq $(PIP_ARGS) --no-deps -r requirements/lock.txt)
 	@rm -f $(VENV)/.done/lock-* && touch $@
 
 $(PKG_DONE): $(LOCK_DONE)
-	$(call step,install flower-geo from this folder,$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e . && $(BIN)/python -m pip check)
+	$(call step,install flower-geo from this folder,$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e . && $(BIN)/python -m pip check)
 	@rm -f $(VENV)/.done/package-* && touch $@
 
 demo: install ## train one model over four sites, then write text with it
@@ -73,10 +73,18 @@ test: install ## all tests but those marked slow or bench
 test-slow: install ## the tests marked slow
 	$(call step,slow tests,$(BIN)/python -m pytest -m "slow and not bench" $(PYTEST_ARGS))
 
-lint: install ## ruff, formatting, types, layers
+lint: lint-style lint-format lint-types lint-layers ## ruff, formatting, types, layers (make -k lint: all, whatever fails)
+
+lint-style: install
 	$(call step,ruff check,$(BIN)/ruff check .)
+
+lint-format: install
 	$(call step,ruff format --check,$(BIN)/ruff format --check .)
+
+lint-types: install
 	$(call step,mypy,$(BIN)/mypy)
+
+lint-layers: install
 	$(call step,import contracts,$(BIN)/lint-imports)
 
 format: install ## let ruff mend and format the sources
@@ -90,7 +98,7 @@ bench: install ## the figures: speed, memory, bytes and loss beside a baseline
 lock: ## write requirements/lock.txt anew (UPGRADE=1: newest versions)
 	@rm -rf build/lock && mkdir -p build/lock
 	@if [ -n "$(UPGRADE)" ]; then : > build/lock/keep.txt; else cp requirements/lock.txt build/lock/keep.txt; fi
-	$(call step,resolve the ranges of pyproject.toml in an environment of its own,$(PYTHON) -m venv build/lock/venv && build/lock/venv/bin/python -m pip install -q $(PIP_ARGS) --upgrade $(PIP) && build/lock/venv/bin/python -m pip install -q $(PIP_ARGS) $(TORCH) && build/lock/venv/bin/python -m pip install -q $(PIP_ARGS) -c build/lock/keep.txt ".[sim$(,)align$(,)dev]" && build/lock/venv/bin/python -m pip check)
+	$(call step,resolve the ranges of pyproject.toml in an environment of its own,$(PYTHON) -m venv build/lock/venv && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) --upgrade $(PIP) && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) $(TORCH) && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) -c build/lock/keep.txt ".[sim$(,)align$(,)dev]" && build/lock/venv/bin/python -m pip check)
 	$(call step,write requirements/lock.txt,grep '^#' requirements/lock.txt > build/lock/new.txt && build/lock/venv/bin/python -m pip freeze --all --exclude pip --exclude flower-geo | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f >> build/lock/new.txt && mv build/lock/new.txt requirements/lock.txt)
 	@rm -rf build/lock
 

@@ -328,7 +328,8 @@ class RunSession:
             "bytes-up": float(outcome.bytes_up), "bytes-down": float(outcome.bytes_down),
         }  # fmt: skip
         self.emit(
-            "round", round=self.done, asked=outcome.asked, accepted=len(replies), train_loss=loss,
+            "round", round=self.done, attempt=outcome.attempt, asked=outcome.asked,
+            accepted=len(replies), train_loss=loss,
             tokens=tokens, tokens_per_second=tokens / max(seconds, 1e-9), seconds=seconds,
             seconds_slowest_site=slowest, seconds_fold=self._seconds_fold,
             seconds_commit=seconds_commit, bytes_up=outcome.bytes_up,

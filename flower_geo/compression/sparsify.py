@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from flower_geo.compression.bits import pack_bits, packed_size, unpack_bits
@@ -39,6 +38,23 @@ class Selection(Protocol):
 
     def unpack(self, data: memoryview, count: int) -> Indices:
         """Inverse of :meth:`pack`; raises ``CorruptPayload`` unless they are distinct and valid."""
+
+
+#: Values looked at together; they stay in the cache.
+_PIECE = 1 << 17
+
+
+def _marks(rows: NDArray[np.float32], keep: int) -> NDArray[np.bool_]:
+    """Mark the ``keep`` largest of each row, the first of equals."""
+    place = rows.shape[1] - keep
+    least = np.partition(rows, place, axis=1)[:, place, None]
+    marks: NDArray[np.bool_] = rows >= least
+    tied = np.flatnonzero(np.count_nonzero(marks, axis=1) > keep)
+    if tied.size:
+        above, equal = rows[tied] > least[tied], rows[tied] == least[tied]
+        room = keep - np.count_nonzero(above, axis=1)
+        marks[tied] = above | (equal & (np.cumsum(equal, axis=1) <= room[:, None]))
+    return marks
 
 
 @dataclass(frozen=True)
@@ -84,18 +100,21 @@ class TopK:
         return packed_size(count, 1) if self._bitmap else packed_size(self.kept(count), self._bits)
 
     def select(self, values: NDArray[np.float32]) -> Indices:
-        """Flat indices kept, ascending; exactly :meth:`kept` of them, ties included."""
+        """Flat indices kept, ascending; exactly :meth:`kept` of them.
+
+        Of equal magnitudes those that come first are kept, on every machine.
+        """
         whole, keep, rest, last = self._layout(values.size)
-        magnitudes = torch.from_numpy(np.abs(values))
-        parts = []
-        if whole:
-            rows = magnitudes[: whole * self.chunk].view(whole, self.chunk)
-            within = torch.topk(rows, keep, dim=1, sorted=False).indices.sort(dim=1).values
-            parts.append((within + torch.arange(whole)[:, None] * self.chunk).reshape(-1))
+        parts = [np.zeros(0, dtype=np.int64)]
+        step = max(1, _PIECE // self.chunk)
+        for row in range(0, whole, step):
+            start, stop = row * self.chunk, min(row + step, whole) * self.chunk
+            rows = np.abs(values[start:stop]).reshape(-1, self.chunk)
+            parts.append(np.flatnonzero(_marks(rows, keep)) + start)
         if rest:
-            tail = torch.topk(magnitudes[whole * self.chunk :], last, sorted=False).indices
-            parts.append(tail.sort().values + whole * self.chunk)
-        return torch.cat(parts).numpy() if parts else np.zeros(0, dtype=np.int64)
+            start = whole * self.chunk
+            parts.append(np.flatnonzero(_marks(np.abs(values[None, start:]), last)) + start)
+        return np.concatenate(parts)
 
     def pack(self, indices: Indices, count: int) -> bytes:
         """Packed indices."""

@@ -23,6 +23,7 @@ from flower_geo.errors import ConfigError
 __all__ = [
     "Connection",
     "add_connection",
+    "check_file",
     "find_connection",
     "locked",
     "remove_connection",
@@ -113,6 +114,16 @@ def find_connection(home: Path, name: str) -> Connection:
     # A table with options and no address is Flower's old spelling of a simulation.
     address = str(table.get("address", ":local:" if "options" in table else ""))
     return Connection(name, address, bool(table.get("insecure", False)))
+
+
+def check_file(home: Path) -> None:
+    """Check that Flower's configuration can be read, or is not there yet.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    path = _config_file(home)
+    _parse(_read(path), path)
 
 
 def add_connection(home: Path, name: str, address: str) -> None:

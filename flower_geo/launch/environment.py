@@ -80,6 +80,12 @@ def child_environment(
     folder = str(Path(sys.executable).parent)
     parts = [part for part in env.get("PATH", os.defpath).split(os.pathsep) if part != folder]
     env["PATH"] = os.pathsep.join([folder, *parts])
+    # a proxy would be asked for the loopback, too
+    if any(name.lower() in ("http_proxy", "all_proxy") for name in env):
+        direct = env.get("no_proxy") or env.get("NO_PROXY") or ""
+        if "127.0.0.1" not in direct and direct.strip() != "*":
+            direct = ",".join(filter(None, [direct, "127.0.0.1", "localhost"]))
+        env["no_proxy"] = env["NO_PROXY"] = direct
     if home is not None:
         env["FLWR_HOME"] = str(home)
     env.update(extra or {})

@@ -202,13 +202,13 @@ def marked(mark: str, folder: Path | None = None) -> list[psutil.Process]:
 
 
 def descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """The processes and all they started that still hangs below them."""
+    """The processes and all they started that still hangs below them, zombies left out."""
     found: dict[int, psutil.Process] = {}
     for process in processes:
-        found[process.pid] = process
         with contextlib.suppress(psutil.Error):
-            for child in process.children(recursive=True):
-                found[child.pid] = child
+            for one in (process, *process.children(recursive=True)):
+                if _lives(one):
+                    found[one.pid] = one
     found.pop(os.getpid(), None)
     return list(found.values())
 
@@ -241,11 +241,11 @@ def kill_marked(
             killed.add(process.pid)
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        alive = _living(found)
         if not found:
             return len(killed)
-        if alive and time.monotonic() > deadline:
-            pids = ", ".join(str(process.pid) for process in alive)
+        _wait_dead(found, 0.5)
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in found)
             raise StateError(f"processes {pids} do not end; look at them with: ps -fp {pids}")
 
 
@@ -256,17 +256,17 @@ def _created(process: psutil.Process) -> float:
         return 0.0
 
 
-def _living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those not gone within half a second; zombies of others count as gone."""
-    deadline = time.monotonic() + 0.5
-    while True:
-        alive = []
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
-        if not alive or time.monotonic() > deadline:
-            return alive
+def _lives(process: psutil.Process) -> bool:
+    """Whether it runs; a zombie whose parent does not look after it counts as gone."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _wait_dead(found: list[psutil.Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(_lives(process) for process in found) and time.monotonic() < deadline:
         time.sleep(0.01)
 
 

@@ -27,7 +27,7 @@ _LOOK = 0.2  # seconds between looks at files and processes
 _ASK_EARLY = 4.0  # seconds between questions until the server has opened its folder
 _ASK_LATE = 30.0  # and while it is seen to live
 _ASK_CLOSED = 1.0  # and once it has closed its folder
-_UNSEEN_AFTER = 30.0  # the run goes on, and no folder appears here
+_UNSEEN_AFTER = 90.0  # the run goes on, and no folder appears here
 _CLOSING = 60.0  # time for report and hand-back after the end event
 _SILENT = 90.0  # a SuperLink may be away that long
 
@@ -150,7 +150,8 @@ class ServerWatch:
             asked = answered = time.monotonic()
             if status.finished:
                 return Verdict(status.details or status.status, status)
-            if not self._opened and status.status == "running" and now - began > _UNSEEN_AFTER:
+            waited = now - began > _UNSEEN_AFTER and not self._private
+            if waited and not self._opened and status.status == "running":
                 return Verdict("", status, unseen=True)
         return Verdict("interrupted")
 

@@ -58,12 +58,13 @@ def bytes_table(sent: BaselineBytes) -> str:
         "byte-totals",
     )
     size = f"{sent['parameters']:,.0f}" if sent["parameters"] else "P"
+    answers, steps = plural(sent["answers"], "accepted answer"), plural(sent["steps"], "local step")
     both = f"2 ways × {BYTES_PER_VALUE} bytes × {size} parameters"
     return (
         f'<section class="card"><h2>Bytes against baselines</h2>{table}'
-        f'<p class="note">FedAvg, fp32 = {sent["answers"]:,.0f} accepted answers × {both}: the '
+        f'<p class="note">FedAvg, fp32 = {answers} × {both}: the '
         "whole model down and up for each. Gradients at every step, fp32 = "
-        f"{sent['steps']:,.0f} local steps × {both}: a gradient up and the mean gradient down for "
+        f"{steps} × {both}: a gradient up and the mean gradient down for "
         "each. A baseline in bf16 would send half. The figure of this run is "
         f"{format_bytes(sent['sent_up'])} up and {format_bytes(sent['sent_down'])} down, and also "
         "counts replies that were late or refused and rounds that had to be done again.</p>"

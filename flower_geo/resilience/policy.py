@@ -48,12 +48,24 @@ class RoundOutcome:
     Attributes:
         replies: accepted replies, in site order.
         asked: sites asked, those with a reply already spooled included.
-        bytes_up, bytes_down: payload bytes received and sent.
+        attempt: the try that brought it.
+        bytes_up: payload bytes received, refused replies included.
+        down: payload bytes sent, by site.
         norms: update norm by site.
     """
 
     replies: list[SpooledReply]
     asked: int
+    attempt: int = 1
     bytes_up: int = 0
-    bytes_down: int = 0
+    down: dict[str, int] = field(default_factory=dict)
     norms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def bytes_down(self) -> int:
+        """Payload bytes sent to all sites."""
+        return sum(self.down.values())
+
+    def sent(self, site: str, nbytes: int) -> None:
+        """Count a payload."""
+        self.down[site] = self.down.get(site, 0) + nbytes

@@ -177,7 +177,7 @@ class RoundEngine:
         nodes = self.exchange.nodes()
         self.greet(hello, nodes)
         self._forget_before(round - FORGET_AFTER)
-        outcome = RoundOutcome(self._spooled(round, request_for), 0)
+        outcome = RoundOutcome(self._spooled(round, request_for), 0, attempt)
         under_way = _Round(round, attempt, base, base_of, request_for, outcome)
         have = {reply.meta.site for reply in outcome.replies}
         chosen = [
@@ -187,7 +187,7 @@ class RoundEngine:
             and not (self.policy.max_staleness and self._training(record))
         ]
         for record in chosen:
-            outcome.bytes_down += self._ask(record, round, request_for(record))
+            outcome.sent(record.name, self._ask(record, round, request_for(record)))
         outcome.asked = len(chosen) + len(have)
         quorum = self.policy.quorum_of(max(outcome.asked, 1))
         missing = {record.name for record in chosen}
@@ -206,7 +206,7 @@ class RoundEngine:
             self.membership.sites[site].late += 1
             self.emit(
                 "site", round=round, attempt=attempt, site=site, status="missing",
-                reason="no reply before the round ended",
+                reason="no reply before the round ended", bytes_down=outcome.down.get(site, 0),
             )  # fmt: skip
         outcome.replies = self.spool.replies(round)
         return outcome
@@ -312,7 +312,7 @@ class RoundEngine:
             return False
         line: dict[str, Any] = {
             "round": now.number, "attempt": now.attempt, "site": opened.site,
-            "node": str(opened.node_id),
+            "node": str(opened.node_id), "bytes_down": now.outcome.down.get(opened.site, 0),
         }  # fmt: skip
         try:
             if incoming.records is None:
@@ -323,7 +323,8 @@ class RoundEngine:
             record.held_version, record.held_hash = reply.held_version, reply.held_hash
             if reply.status == "need" and opened.round == now.number:
                 self._count_needs(opened)
-                now.outcome.bytes_down += self._ask(record, now.number, now.request_for(record))
+                again = self._ask(record, now.number, now.request_for(record))
+                now.outcome.sent(record.name, again)
                 return False
             if reply.status != "done":
                 return self._failed(record, reply.detail or "it lacks the base", line)

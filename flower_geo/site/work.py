@@ -63,8 +63,8 @@ def _workbench(model: str, seed: int, tokenizer: str, seq_len: int, device: str)
     built = build_model(model, seed=seed, vocab_size=len(words), max_seq_len=seq_len)
     check_vocab(built, words)
     initial = content_hash(snapshot(built))
-    model: nn.Module = built
-    return _Workbench(model.to(torch.device(device)), initial, words, tokenizer_hash(words))
+    module: nn.Module = built
+    return _Workbench(module.to(torch.device(device)), initial, words, tokenizer_hash(words))
 
 
 class _Session:
@@ -219,7 +219,8 @@ def _train(
     cursor = Cursor(len(session.corpus.train), config.seed, consumed=before.consumed)
     source = BatchSource(session.corpus.train, config.batch_size, cursor)
     result = loop.run(
-        lambda: source.next().to(session.device), steps=config.inner_steps,
+        lambda: source.next().to(session.device),
+        steps=None if config.inner_seconds else config.inner_steps,
         seconds=config.inner_seconds or None, position=request.position, span=request.span,
     )  # fmt: skip
     if request.evaluate:

@@ -91,6 +91,7 @@ class HostTally(Tally):
             self._bad = (step, self._last)
 
     def first_bad(self) -> tuple[int, float] | None:
+        """The first step that was not finite and its loss."""
         return self._bad
 
     def _sums(self) -> tuple[float, float, float, float]:
@@ -126,6 +127,7 @@ class DeviceTally(Tally):
         return (self._bad_step >= 0).float()
 
     def first_bad(self) -> tuple[int, float] | None:
+        """The first step that was not finite and its loss; waits for the device."""
         step = int(self._bad_step)
         return None if step < 0 else (step, float(self._bad_loss))
 

@@ -34,7 +34,7 @@ SPECS = [
 
 def noise(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Normal values of a generator of their own."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def seal(rest: bytes) -> bytes:

@@ -39,7 +39,8 @@ def bound(codec: ValueCodec, values: Floats) -> NDArray[np.float64]:
     if isinstance(codec, FP32):
         return np.zeros_like(wide)
     if isinstance(codec, BF16):
-        return np.maximum(wide * 2.0**-8, 2.0**-134)
+        relative: NDArray[np.float64] = np.maximum(wide * 2.0**-8, 2.0**-134)
+        return relative
     if isinstance(codec, FP16):
         return np.maximum(wide * 2.0**-10, wide.max(initial=0.0) * 2.0**-39)
     assert isinstance(codec, Int | Int2)
@@ -143,7 +144,9 @@ def test_errors_shrink_with_bits() -> None:
         for codec in (Int2(64), Int(4, 64), Int(8, 256), BF16(), FP16())
     ]
     # the limits are 10 % above what is measured
-    assert all(e < limit for e, limit in zip(errors, (0.4, 0.12, 0.0072, 0.0019, 3e-4), strict=True))
+    assert all(
+        e < limit for e, limit in zip(errors, (0.4, 0.12, 0.0072, 0.0019, 3e-4), strict=True)
+    )
     assert errors == sorted(errors, reverse=True)
 
 

@@ -67,7 +67,7 @@ def test_waiting_is_not_printed_but_drawn() -> None:
 
 
 def test_sites_that_connect_after_the_start_are_named() -> None:
-    events = [
+    events: list[dict[str, Any]] = [
         {"event": "start", "run": "r"},
         {"event": "sites", "sites": ["a", "b"]},
         {"event": "fault", "site": "", "what": "no greeting", "detail": "timed out"},

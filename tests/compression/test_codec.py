@@ -1,0 +1,408 @@
+"""Blobs: every kind of tensor there and back, and bytes nobody should trust."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flower_geo.compression import Codec, codec
+from flower_geo.compression.codec import MAX_VALUES_PER_BYTE
+from flower_geo.errors import CodecError, CorruptPayload, NonFiniteTensor
+from tests.compression.blobs import (
+    FIXED,
+    MAGIC,
+    SPECS,
+    allocating_at_most,
+    forge,
+    noise,
+    payload_of,
+    seal,
+)
+
+CODECS = [codec(spec) for spec in SPECS]
+LARGEST = torch.finfo(torch.float32).max
+
+AWKWARD: dict[str, Tensor] = {
+    "empty": torch.zeros(0),
+    "empty rows": torch.zeros(5, 0, 3),
+    "scalar": torch.tensor(3.0),
+    "one": torch.tensor([-2.5]),
+    "zeros": torch.zeros(300, 40),
+    "transposed": noise(130, 77).T,
+    "strided": noise(200, 50)[::3, 1::2],
+    "expanded": noise(90, 1).expand(90, 100),
+    "ragged": noise(4097),
+    "prime": noise(97, 101),
+    "denormal": noise(5000) * 1e-41,
+    "huge": torch.tensor([3e38, -3e38, LARGEST, -LARGEST] * 2000),
+    "outlier": torch.cat([noise(5000), torch.tensor([1e4])]),
+    "ties": torch.ones(9000),
+    "bf16": noise(70, 70).to(torch.bfloat16),
+    "fp16": noise(70, 70).to(torch.float16),
+    "fp64": noise(70, 70).to(torch.float64),
+    "parameter": torch.nn.Parameter(noise(70, 70)),
+    "8 dimensions": noise(2, 3, 2, 3, 2, 3, 2, 8),
+}
+
+
+def relative_error(back: Tensor, source: Tensor) -> float:
+    wide = source.detach().double()
+    return float((back.double() - wide).norm() / wide.norm().clamp_min(1e-300))
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+@pytest.mark.parametrize("spec", SPECS)
+def test_awkward_tensors_round_trip(spec: str, name: str) -> None:
+    source = AWKWARD[name]
+    before = source.detach().clone()
+    blob = codec(spec).encode(source, name)
+    back = Codec.decode(blob)
+    assert back.shape == source.shape and back.dtype == torch.float32
+    assert bool(torch.isfinite(back).all())
+    info = Codec.inspect(blob)
+    assert (info.shape, info.dtype, info.nbytes) == (tuple(source.shape), source.dtype, len(blob))
+    assert len(blob) <= 4 * source.numel() + FIXED + len(info.spec) + 8 * source.dim()
+    assert codec(spec).encode(source, name) == blob
+    assert torch.equal(source.detach(), before)
+    if info.spec == "fp32":
+        assert torch.equal(back, before.float())
+    elif "topk" not in spec:
+        limit = {"int2": 0.5, "int4": 0.15}.get(spec[:4], 0.01)
+        assert relative_error(back, source) < limit or name == "denormal"
+    if not bool(source.any()):
+        assert not bool(back.any())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_non_finite_tensors_are_refused_by_name(spec: str) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        tensor = noise(5000)
+        tensor[4999] = bad
+        with pytest.raises(NonFiniteTensor, match=r"tensor h\.3\.mlp holds NaN or infinity"):
+            codec(spec).encode(tensor, "h.3.mlp")
+    with pytest.raises(NonFiniteTensor, match="wide"):
+        codec(spec).encode(torch.tensor([1e300], dtype=torch.float64), "wide")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64])
+def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
+    with pytest.raises(CodecError, match=r"tensor position_ids is torch\..*not floating point"):
+        codec("bf16").encode(torch.zeros(3, dtype=dtype), "position_ids")
+
+
+def test_more_dimensions_than_a_decoder_takes_are_refused_at_the_encoder() -> None:
+    assert Codec.decode(codec("fp32").encode(torch.zeros((1,) * 16))).dim() == 16
+    with pytest.raises(CodecError, match="deep has 17 dimensions"):
+        codec("fp32").encode(torch.zeros((1,) * 17), "deep")
+
+
+def test_what_would_grow_is_stored_raw() -> None:
+    for size in (1, 2, 4, 7):
+        blob = codec("topk(density=1.0,chunk=4096)|fp32").encode(noise(size))
+        assert Codec.inspect(blob).spec == "fp32"
+        assert torch.equal(Codec.decode(blob), noise(size))
+    assert Codec.inspect(codec("int8(block=256)").encode(noise(1))).spec == "fp32"
+    assert Codec.inspect(codec("int8(block=256)").encode(noise(4))).spec == "int8(block=256)"
+
+
+def test_a_million_values_take_less_than_a_quarter_bit_each() -> None:
+    tensor = noise(1000, 1000)
+    blob = codec("topk(density=0.0156,chunk=4096)|int2(block=64)").encode(tensor)
+    assert 8 * len(blob) / tensor.numel() < 0.25
+    back = Codec.decode(blob)
+    assert int((back != 0).sum()) == 244 * 64 + round(0.0156 * (1_000_000 - 244 * 4096))
+
+
+def test_ties_give_exactly_k() -> None:
+    blob = codec("topk(density=0.03,chunk=4096)|int8(block=256)").encode(torch.ones(3 * 4096))
+    assert int((Codec.decode(blob) != 0).sum()) == 3 * round(0.03 * 4096)
+
+
+def test_an_outlier_spoils_no_other_block() -> None:
+    tensor = noise(64, 256)
+    tensor[7, 3] = 1e4
+    back = Codec.decode(codec("int8(block=256)").encode(tensor))
+    rows = torch.arange(64) != 7
+    assert relative_error(back[rows], tensor[rows]) < 0.01
+    assert abs(float(back[7, 3]) - 1e4) < 1
+
+
+def test_the_layout_of_a_blob_is_frozen() -> None:
+    blob = codec("bf16").encode(torch.tensor([[1.0, -2.0, 0.5]]))
+    rest = b"\x00\x02\x04bf16" + struct.pack("<2Q", 1, 3) + bytes.fromhex("803f00c0003f")
+    assert blob == seal(rest)
+    assert blob == forge("bf16", (1, 3), bytes.fromhex("803f00c0003f"))
+    assert payload_of(codec("int8(block=8)").encode(torch.tensor(1.0))).hex() == "0000803f"
+    nine = torch.tensor([127.0, -127, 1, 0, 2, 3, 4, 5, 64])
+    assert payload_of(codec("int8(block=8)").encode(nine)).hex() == (
+        "0000803f" + "0402013f" + "7f810100020304057f"
+    )
+    sixteen = torch.zeros(16)
+    sixteen[5], sixteen[9] = -7, 3.5
+    assert payload_of(
+        codec("topk(density=0.125,chunk=16)|int4(block=8)").encode(sixteen)
+    ).hex() == ("95" + "0000803f" + "b0")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_decode_gives_the_dtype_asked_for(dtype: torch.dtype) -> None:
+    blob = codec("int8").encode(noise(5000))
+    back = Codec.decode(blob, dtype=dtype)
+    assert back.dtype == dtype
+    assert torch.equal(back, Codec.decode(blob).to(dtype))
+
+
+def test_decode_takes_any_bytes_and_gives_memory_of_its_own() -> None:
+    blob = codec("fp32").encode(noise(100))
+    for each in (blob, memoryview(blob), memoryview(bytearray(blob))):
+        back = Codec.decode(each)
+        back += 1
+        assert torch.equal(Codec.decode(blob), noise(100))
+
+
+def test_a_stated_shape_must_match() -> None:
+    blob = codec("int8").encode(noise(30, 40))
+    assert Codec.decode(blob, shape=(30, 40)).shape == (30, 40)
+    assert Codec.decode(blob, shape=torch.Size([30, 40])).shape == (30, 40)
+    for shape in [(40, 30), (1200,), (30, 40, 1), ()]:
+        with pytest.raises(CorruptPayload, match=r"holds shape \[30, 40\]"):
+            Codec.decode(blob, shape=shape)
+        with pytest.raises(CorruptPayload, match=r"holds shape \[30, 40\]"):
+            Codec.add_into(blob, torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0, 1, 4097, 300_000])
+@pytest.mark.parametrize("spec", SPECS)
+def test_add_into_is_decode_and_add(spec: str, size: int, dtype: torch.dtype) -> None:
+    blob = codec(spec).encode(noise(size))
+    start = noise(size, seed=1).to(dtype)
+    out = start.clone()
+    Codec.add_into(blob, out, -0.3)
+    wanted = start.double() - 0.3 * Codec.decode(blob).double()
+    eps = torch.finfo(dtype).eps
+    assert torch.allclose(out.double(), wanted, rtol=2 * eps, atol=2 * eps)
+
+
+def test_add_into_twice_counts_twice_and_writes_through_views() -> None:
+    blob = codec("topk(density=0.1,chunk=100)|bf16").encode(noise(40, 50))
+    out = torch.zeros(3, 40, 50)
+    for _ in range(2):
+        Codec.add_into(blob, out[1])
+    assert torch.equal(out[1], 2 * Codec.decode(blob))
+    assert not bool(out[0].any()) and not bool(out[2].any())
+
+
+def test_add_into_refuses_what_it_cannot_add_to() -> None:
+    blob = codec("fp32").encode(noise(4, 4))
+    for out in (torch.zeros(4, 4).T[:, ::2], torch.zeros(4, 4, dtype=torch.bfloat16)):
+        with pytest.raises(CodecError, match="contiguous fp32 or fp64 CPU tensor"):
+            Codec.add_into(blob, out)
+    leaf = torch.nn.Parameter(torch.zeros(4, 4))
+    Codec.add_into(blob, leaf)
+    assert torch.equal(leaf.detach(), noise(4, 4))
+
+
+def test_adding_a_sparse_blob_builds_no_dense_copy() -> None:
+    blob = codec("topk(density=0.001,chunk=4096)|int8(block=256)").encode(noise(1 << 21))
+    out = torch.zeros(1 << 21)
+    with allocating_at_most(1 << 20):
+        Codec.add_into(blob, out)
+    assert int((out != 0).sum()) == 4 * 512
+
+
+def test_adding_a_dense_blob_goes_piece_by_piece() -> None:
+    for spec in ("int8", "int4", "int2", "bf16", "fp16", "fp32"):
+        blob = codec(spec).encode(noise(1 << 22))
+        with allocating_at_most(8 << 20):
+            Codec.add_into(blob, torch.zeros(1 << 22))
+
+
+# --- bytes nobody should trust ---------------------------------------------------------------
+
+SMALL = {spec: codec(spec).encode(noise(3, 70)) for spec in SPECS}
+
+
+def refused(blob: bytes) -> None:
+    """Every reader refuses, whether it knows the shape or not."""
+    with pytest.raises(CorruptPayload):
+        Codec.decode(blob)
+    with pytest.raises(CorruptPayload):
+        Codec.decode(blob, shape=(3, 70))
+    with pytest.raises(CorruptPayload):
+        Codec.add_into(blob, torch.zeros(3, 70))
+
+
+def harmless(blob: bytes) -> None:
+    """Decoded to finite values, or refused as corrupt; nothing else, nothing big."""
+    with allocating_at_most(4 * MAX_VALUES_PER_BYTE * len(blob) + (1 << 20)):
+        for shape in ((3, 70), None):
+            try:
+                back = Codec.decode(blob, shape=shape)
+            except CorruptPayload as error:
+                assert "\n" not in str(error) and len(str(error)) < 400
+            else:
+                assert bool(torch.isfinite(back).all())
+                assert shape is None or back.shape == shape
+    with allocating_at_most(8 * len(blob) + (1 << 20)):
+        try:
+            Codec.inspect(blob)
+            Codec.add_into(blob, torch.zeros(3, 70))
+        except CorruptPayload:
+            pass
+
+
+@pytest.mark.parametrize("spec", SPECS[::3])
+def test_every_truncation_and_every_extension_is_refused(spec: str) -> None:
+    blob = SMALL[spec]
+    for cut in range(len(blob)):
+        with pytest.raises(CorruptPayload):
+            Codec.decode(blob[:cut])
+    for tail in (b"\0", blob, b"\xff" * 9):
+        refused(blob + tail)
+        refused(tail + blob)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(data=st.data())
+@settings(max_examples=25)
+def test_any_flipped_bit_is_refused(spec: str, data: st.DataObject) -> None:
+    blob = bytearray(SMALL[spec])
+    bit = data.draw(st.integers(0, 8 * len(blob) - 1))
+    blob[bit // 8] ^= 1 << bit % 8
+    refused(bytes(blob))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(data=st.data())
+@settings(max_examples=40)
+def test_changed_bytes_under_a_right_checksum_are_harmless(spec: str, data: st.DataObject) -> None:
+    rest = bytearray(SMALL[spec][8:])
+    header = FIXED - 8 + len(spec) + 16
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, header - 1) | st.integers(0, len(rest) - 1))
+        rest[place] = data.draw(st.sampled_from([0, 1, 0x7F, 0x80, 0xFF]) | st.integers(0, 255))
+    harmless(seal(bytes(rest)))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_length_that_lies_under_a_right_checksum_is_refused(spec: str) -> None:
+    payload = payload_of(SMALL[spec])
+    for cut in range(len(payload)):
+        refused(forge(spec, (3, 70), payload[:cut]))
+    for more in (1, 4, 5000):
+        refused(forge(spec, (3, 70), payload + bytes(more)))
+    for shape in [(3, 700), (30, 70), (0, 70), (3,), (), (2**63, 2), (2**64 - 1, 2**64 - 1)]:
+        with pytest.raises(CorruptPayload), allocating_at_most(1 << 20):
+            Codec.decode(forge(spec, shape, payload))
+
+
+@given(
+    spec=st.sampled_from([s.encode() for s in SPECS])
+    | st.sampled_from(
+        [b"", b"fp33", b"*=fp32", b"topk", b"int8(block=0)", b"int8(block=9e9)", b"|"]
+    )
+    | st.binary(max_size=255),
+    shape=st.lists(
+        st.sampled_from([0, 1, 2, 3, 70, 4096, 2**31, 2**40, 2**63, 2**64 - 1]), max_size=18
+    ),
+    payload=st.binary(max_size=300) | st.integers(0, 2000).map(bytes),
+    dtype=st.integers(0, 255) | st.integers(0, 3),
+)
+@settings(max_examples=200)
+def test_forged_blobs_are_harmless(
+    spec: bytes, shape: list[int], payload: bytes, dtype: int
+) -> None:
+    harmless(forge(spec, shape, payload, dtype))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(data=st.data())
+@settings(max_examples=25)
+def test_random_payloads_of_the_right_size_are_harmless(spec: str, data: st.DataObject) -> None:
+    size = len(payload_of(SMALL[spec]))
+    harmless(forge(spec, (3, 70), data.draw(st.binary(min_size=size, max_size=size))))
+
+
+@given(blob=st.binary(max_size=60) | st.binary(max_size=60).map(seal))
+def test_random_bytes_are_refused(blob: bytes) -> None:
+    refused(blob)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2**63, 0), (2**40, 0, 2**40), (0, 2**64 - 1), (0,) + (2**30,) * 9]
+)
+def test_an_empty_blob_of_an_impossible_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CorruptPayload, match="more than any tensor has"):
+        Codec.decode(forge("fp32", shape, b""))
+
+
+def test_zeros_that_cost_nothing_are_not_given_out_unasked() -> None:
+    chosen = codec("topk(density=1e-9,chunk=16777216)|int8(block=1048576)")
+    assert isinstance(chosen, Codec)
+    count = 2**36
+    indices = np.arange(chosen.sparse.kept(count)) * 16777216  # type: ignore[union-attr]
+    payload = chosen.sparse.pack(indices, count) + chosen.values.encode(  # type: ignore[union-attr]
+        np.ones(indices.size, dtype=np.float32)
+    )
+    with pytest.raises(CorruptPayload, match="say which shape"), allocating_at_most(1 << 20):
+        Codec.decode(forge(chosen.spec, (count,), payload))
+    legal = codec("topk(density=0.0001,chunk=4096)|int2(block=64)").encode(noise(1 << 20))
+    assert Codec.decode(legal).numel() == 1 << 20
+    sparse = chosen.encode(noise(1 << 17))
+    assert int((Codec.decode(sparse, shape=(1 << 17,)) != 0).sum()) == 1
+
+
+def test_a_huge_block_costs_no_more_than_its_values() -> None:
+    for spec in ("int8(block=1048576)", "int4(block=1048576)", "int2(block=1048576)"):
+        tensor = noise(100)
+        with allocating_at_most(1 << 16):
+            blob = codec(spec).encode(tensor)
+            Codec.decode(blob)
+
+
+def floats(*values: float, kind: str = "f") -> bytes:
+    return struct.pack(f"<{len(values)}{kind}", *values)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "payload"),
+    [
+        ("fp32", (2,), floats(1, math.nan)),
+        ("fp32", (2,), floats(-math.inf, 1)),
+        ("bf16", (2,), b"\x80\x7f\x00\x00"),
+        ("bf16", (1,), b"\xc0\xff"),
+        ("fp16", (3,), floats(1) + floats(1, 2, math.inf, kind="e")),
+        ("fp16", (3,), floats(math.nan) + floats(1, 2, 3, kind="e")),
+        ("fp16", (3,), floats(math.inf) + floats(0, 2, 3, kind="e")),
+        ("fp16", (3,), floats(3e38) + floats(9, 2, 3, kind="e")),
+        ("int8(block=8)", (3,), floats(math.inf) + b"\0\1\2"),
+        ("int8(block=8)", (3,), floats(math.nan) + b"\0\0\0"),
+        ("int8(block=8)", (3,), floats(3e38) + b"\0\0\x7f"),
+        ("int4(block=8)", (9,), floats(1, math.nan) + bytes(5)),
+        ("int2(block=8)", (3,), b"\0\0\x80\x7f" + b"\x01"),
+        ("int2(block=8)", (3,), b"\xc0\xff\0\0" + b"\0"),
+        ("topk(density=0.5,chunk=16)|bf16", (4,), b"\x03\x80\x7f\0\0"),
+    ],
+)
+def test_payloads_that_decode_to_no_number_are_refused(
+    spec: str, shape: tuple[int, ...], payload: bytes
+) -> None:
+    blob = forge(spec, shape, payload)
+    with pytest.raises(CorruptPayload, match="NaN or infinity"):
+        Codec.decode(blob)
+    with pytest.raises(CorruptPayload, match="NaN or infinity"):
+        Codec.add_into(blob, torch.zeros(shape))
+
+
+def test_another_version_of_the_format_is_refused() -> None:
+    blob = SMALL["bf16"]
+    with pytest.raises(CorruptPayload, match="of this version"):
+        Codec.decode(MAGIC[:3] + b"\x02" + blob[4:])
