@@ -101,16 +101,18 @@ def cluster_up(
     ] = None,
     site_config: Annotated[
         list[str] | None,
-        typer.Option(help='Node-config of one site: "NUMBER:key=value ...", for instance "0:data=a.txt".'),
+        typer.Option(
+            help='Node-config of one site: "NUMBER:key=value ...", for instance "0:data=a.txt".'
+        ),
     ] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="Environment variable of all processes: NAME=VALUE.")
     ] = None,
 ) -> None:
     """Start a SuperLink and SuperNodes on free loopback ports and wait until all are online."""
+    from flower_geo.config import parse_overrides
     from flower_geo.launch.cluster import LocalCluster
     from flower_geo.launch.options import by_site, variables
-    from flower_geo.config import parse_overrides
 
     started = LocalCluster(
         sites, name=name, node_config=parse_overrides(node_config or ()),
@@ -197,7 +199,9 @@ def config(
 
 @app.command()
 def doctor(
-    model: Annotated[str, typer.Option(help="Named shape, local folder or hub name.")] = "gpt2-nano",
+    model: Annotated[
+        str, typer.Option(help="Named shape, local folder or hub name.")
+    ] = "gpt2-nano",
     seq_len: Annotated[int, typer.Option(min=2)] = 128,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
     sites: Annotated[int, typer.Option(min=1, help="Sites on this machine.")] = 1,

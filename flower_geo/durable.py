@@ -6,10 +6,12 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,20 @@ __all__ = [
     "file_sha256",
     "fsync_path",
     "read_json",
+    "read_sealed",
     "read_tensors",
+    "remove_unfinished",
     "write_bytes",
     "write_json",
+    "write_sealed",
     "write_tensors",
 ]
 
 PRIVATE = 0o600
+#: Where a folder lies while another takes its place.
+_ASIDE = ".old-"
+#: Temporary names: tempfile's eight letters after the name it is for.
+_UNFINISHED = re.compile(r"\.(?P<aside>old-)?(?P<name>.+)\.[a-z0-9_]{8}")
 
 
 def fsync_path(path: Path) -> None:
@@ -88,8 +97,29 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+
+
+def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
+    """Like :func:`write_json`, with a ``seal``: a hash of the rest."""
+    write_json(path, {**value, "seal": _seal(value)})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read what :func:`write_sealed` wrote, without its seal.
+
+    Raises:
+        CheckpointCorrupt: it is missing, or not to the last digit what was written.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict) or value.pop("seal", None) != _seal(value):
+        raise CheckpointCorrupt(f"{path} is not what was written")
+    return value
+
+
+def _seal(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -126,7 +156,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     An existing ``target`` is moved aside first and removed after; readers see
     the old folder, or the new one, or (for the moment between two renames)
-    none, never a half-written one.
+    none, never a half-written one.  :func:`remove_unfinished` puts back the old
+    one when a crash fell into that moment.
 
     Raises:
         StateError: the disk is full or the folder cannot be written.
@@ -137,14 +168,11 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         yield scratch
         fsync_path(scratch)
-        aside = None
         if target.exists():
-            aside = Path(tempfile.mkdtemp(prefix=f".old-{target.name}.", dir=target.parent))
-            os.replace(target, aside / "old")
-        os.replace(scratch, target)
+            _exchange(scratch, target)
+        else:
+            os.replace(scratch, target)
         fsync_path(target.parent)
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise StateError(
             f"cannot write {target}: {getattr(error, 'strerror', None) or error}; "
@@ -153,6 +181,45 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     finally:
         if scratch is not None and scratch.exists():
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _exchange(scratch: Path, target: Path) -> None:
+    aside = Path(tempfile.mkdtemp(prefix=f"{_ASIDE}{target.name}.", dir=target.parent))
+    try:
+        os.replace(target, aside / "old")
+        try:
+            os.replace(scratch, target)
+        except OSError:
+            os.replace(aside / "old", target)
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path, name: str = "") -> None:
+    """Remove what writers that were killed left in ``folder``; put back what they had set aside.
+
+    Only for the holder of the folder's lock: a living writer's temporary files
+    look the same.
+
+    Args:
+        folder: where files and folders are written.
+        name: look only for what was to become this one; "" = all.
+    """
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
+        found = _UNFINISHED.fullmatch(entry.name)
+        if found is None or name not in ("", found["name"]):
+            continue
+        target = folder / found["name"]
+        with suppress(OSError):
+            if entry.is_symlink() or not entry.is_dir():
+                entry.unlink()
+                continue
+            if found["aside"] and not target.exists():
+                os.replace(entry / "old", target)
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 class FileLock:
@@ -178,19 +245,46 @@ class FileLock:
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
             os.close(handle)
             raise StateLocked(
                 f"{what} is in use by process {owner} ({self.path}); "
                 "wait for it, end it, or choose another name"
             ) from None
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()}\n".encode())
+        except OSError as error:
+            os.close(handle)
+            raise StateError(
+                f"{self.path} cannot be locked: {error.strerror or error}; "
+                "choose a folder on a file system with locks"
+            ) from error
+        # The pid is for people; a full disk must not cost the lock.
+        with suppress(OSError):
+            os.ftruncate(handle, 0)
+            os.write(handle, f"{os.getpid()}\n".encode())
         self._handle = handle
+        _held.add(self)
 
     def release(self) -> None:
         """Give the lock back; a second call does nothing."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+            _held.discard(self)
+
+
+#: Locks this process holds.
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _let_go_after_fork() -> None:
+    """In a forked child: close the copies of the locks.
+
+    The kernel keeps a lock for as long as any copy of its descriptor is open,
+    so a child that lives on would hold its parent's locks.
+    """
+    for lock in list(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)

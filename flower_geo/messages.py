@@ -8,8 +8,6 @@ other side is checked here, field by field, before anyone uses it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -18,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flower_geo.config import check_name
 from flower_geo.errors import ConfigError, ReplyRefused
 
-__all__ = ["PROTOCOL", "Reply", "Request"]
+__all__ = ["PROTOCOL", "Reply", "Request", "one_line"]
 
 #: Raised by one whenever an older site could not understand a newer coordinator.
 PROTOCOL = 1
@@ -29,6 +27,27 @@ UpdateKind = Literal["none", "weights", "delta"]
 
 #: No site trains on more tokens than this in a round; a larger claim is false.
 MAX_WEIGHT = 2.0**45
+#: Metrics that count something; the coordinator weighs and resumes by them.
+COUNTS = ("tokens", "examples", "steps", "consumed", "eval-tokens")
+#: Metrics a reply may hold, and the length of their names.
+MAX_METRICS, MAX_KEY = 256, 64
+#: Letters of a hash, a version name or a fingerprint.
+MAX_HASH = 128
+#: Letters of a text for people.
+MAX_TEXT = 500
+#: Rounds, versions and positions are not above this.
+MAX_NUMBER = 2**53
+#: No measured number is larger; sums over sites stay finite.
+MAX_METRIC = 1e40
+
+#: Cut to length instead of refused: they are for people only.
+_TEXTS = frozenset({"detail", "error", "data", "codec"})
+
+
+def one_line(text: str, limit: int = MAX_TEXT) -> str:
+    """Text from outside as one printable line: a terminal obeys what it is shown."""
+    shown = "".join(c if c.isprintable() else " " for c in text[: 4 * limit])
+    return " ".join(shown.split())[:limit]
 
 
 @dataclass(frozen=True)
@@ -94,13 +113,15 @@ class Request:
                 )
             check_name(values["run_name"], "run name")
             check_name(values["run_uid"], "run uid")
+            if not isinstance(records["config"], ConfigRecord):
+                raise TypeError("'config' is no ConfigRecord")
             return cls(
                 **values,
                 config=dict(records["config"]),
                 arrays=_arrays(records),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"a request cannot be read: {error}") from None
+            raise ConfigError(f"a request cannot be read: {one_line(str(error))}") from None
 
 
 @dataclass(frozen=True)
@@ -158,22 +179,37 @@ class Reply:
                     "install the same flower-geo version at both"
                 )
             check_name(values["site"], "site name")
-            metrics = {}
-            for key, value in dict(records["metrics"]).items():
-                if not isinstance(value, int | float) or len(key) > 64:
-                    raise ReplyRefused("a metric is no number")
-                metrics[key] = float(value)
-            for key in ("tokens", "examples", "steps"):
-                claimed = metrics.get(key, 0.0)
-                if not (math.isfinite(claimed) and 0 <= claimed <= MAX_WEIGHT):
-                    raise ReplyRefused(f"{key}={claimed:g} is no number of {key} a round can use")
-            for key in ("detail", "error", "data", "codec"):
-                values[key] = values[key][:500]
-            return cls(**values, metrics=metrics, arrays=_arrays(records))
+            for key in _TEXTS:
+                values[key] = one_line(values[key])
+            return cls(**values, metrics=_metrics(records), arrays=_arrays(records))
         except ConfigError as error:
             raise ReplyRefused(str(error)) from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ReplyRefused(f"a reply cannot be read: {error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ReplyRefused(f"a reply cannot be read: {one_line(str(error))}") from None
+
+
+def _metrics(records: RecordDict) -> dict[str, float]:
+    """The reply's numbers, every one of them finite and every count believable."""
+    record = records["metrics"]
+    if not isinstance(record, MetricRecord):
+        raise TypeError("'metrics' is no MetricRecord")
+    if len(record) > MAX_METRICS:
+        raise ValueError(f"it holds {len(record)} metrics, more than {MAX_METRICS}")
+    metrics = {}
+    for key, value in record.items():
+        if not isinstance(value, int | float) or len(key) > MAX_KEY or not key.isprintable():
+            raise ReplyRefused(f"metric {one_line(key, MAX_KEY)!r} is no number")
+        # Compared before it is converted: an int may be beyond any float.
+        if not abs(value) <= MAX_METRIC:
+            raise ReplyRefused(f"{key} is not finite, or larger than {MAX_METRIC:g}")
+        metrics[key] = float(value)
+    for key in COUNTS:
+        claimed = metrics.get(key, 0.0)
+        if not 0 <= claimed <= MAX_WEIGHT:
+            raise ReplyRefused(f"{key}={claimed:g} is no number of {key} a round can use")
+    if "loss-before" in metrics and "eval-tokens" not in metrics:
+        raise ReplyRefused("it reports a held-out loss without eval-tokens")
+    return metrics
 
 
 def _arrays(records: RecordDict) -> ArrayRecord | None:
@@ -190,21 +226,28 @@ def _scalars(message: Request | Reply) -> ConfigRecord:
     )
 
 
-def _checked(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record's fields, each of the very type the dataclass names."""
+def _checked(cls: type, record: object) -> dict[str, Any]:
+    """Return the record's fields, each of the very type and size the dataclass names."""
+    if not isinstance(record, ConfigRecord):
+        raise TypeError("'geo' is no ConfigRecord")
     hints = get_type_hints(cls)
     values: dict[str, Any] = {}
     for item in fields(cls):
         if item.name in {"config", "arrays", "metrics"}:
             continue
+        if item.name not in record:
+            raise ValueError(f"it lacks {item.name}")
         value, hint = record[item.name], hints[item.name]
         choices = get_args(hint)
-        if choices:
-            if value not in choices:
-                raise ValueError(f"{item.name} is {value!r}, not one of {', '.join(choices)}")
-        elif type(value) is not hint:
+        if type(value) is not (str if choices else hint):
             raise TypeError(f"{item.name} is of type {type(value).__name__}")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{item.name} is not finite")
+        if choices and value not in choices:
+            raise ValueError(f"{item.name} is {value[:40]!r}, not one of {', '.join(choices)}")
+        if isinstance(value, str) and item.name not in _TEXTS and len(value) > MAX_HASH:
+            raise ValueError(f"{item.name} has {len(value)} letters, more than {MAX_HASH}")
+        if isinstance(value, int | float):
+            lowest = -1 if item.name == "held_version" else 0
+            if not lowest <= value <= MAX_NUMBER:
+                raise ValueError(f"{item.name} is {value:g}, not between {lowest} and 2^53")
         values[item.name] = value
     return values

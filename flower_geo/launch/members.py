@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +64,8 @@ class Member:
         node_config: a SuperNode's node-config.
         port: where its API listens on 127.0.0.1; chosen at the first start.
         process: the process, once started.
+        log_offset: size of the log at the newest start.
+        changed: called after a restart.
     """
 
     kind: Literal["superlink", "supernode"]
@@ -77,6 +79,7 @@ class Member:
     port: int = 0
     process: ProcessRef | None = None
     log_offset: int = 0
+    changed: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     # -- facts -----------------------------------------------------------------
 
@@ -214,3 +217,4 @@ class Member:
         self.start()
         if wait:
             self.wait()
+        self.changed()

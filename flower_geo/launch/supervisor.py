@@ -161,9 +161,7 @@ def supervise(
         time.sleep(wait)
 
 
-def _decided(
-    seen: _Seen, verdict: Verdict
-) -> tuple[Literal["completed", "failed"], str] | None:
+def _decided(seen: _Seen, verdict: Verdict) -> tuple[Literal["completed", "failed"], str] | None:
     """Status and reason when the run must not be submitted again."""
     if seen.end.get("status") == "completed":
         if verdict.status is not None and verdict.status.status == "finished:failed":

@@ -59,7 +59,7 @@ class SiteRecord:
     def succeed(self) -> None:
         """Note a good reply."""
         self.answered += 1
-        self.failures_in_a_row = 0
+        self.failures_in_a_row = self.rest_until = 0
 
     def fail(self, round: int) -> None:
         """Note a failure; from the second in a row on the site rests 1, 2, 4, 8 rounds."""
@@ -113,6 +113,7 @@ class Membership:
             if record.node_id is not None and record.node_id not in present:
                 record.node_id = None
         self._greeted &= present
+        self.turned_away = {node: why for node, why in self.turned_away.items() if node in present}
         return sorted(
             (record for record in self.sites.values() if record.node_id is not None),
             key=lambda record: record.name,

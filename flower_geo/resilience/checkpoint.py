@@ -24,9 +24,9 @@ from flower_geo.durable import (
     atomic_folder,
     file_sha256,
     fsync_path,
-    read_json,
+    read_sealed,
     read_tensors,
-    write_json,
+    write_sealed,
     write_tensors,
 )
 from flower_geo.errors import CheckpointCorrupt
@@ -99,7 +99,7 @@ class CheckpointStore:
                 else:
                     hashes[name] = write_tensors(scratch / name, values)
                     written[id(values)] = name
-            write_json(
+            write_sealed(
                 scratch / "state.json",
                 {"format": FORMAT, "round": round, "files": hashes, "state": dict(state)},
             )
@@ -114,7 +114,7 @@ class CheckpointStore:
             CheckpointCorrupt: a file is missing or not what was written.
         """
         folder = self.path(round)
-        meta = read_json(folder / "state.json")
+        meta = read_sealed(folder / "state.json")
         try:
             if meta["format"] != FORMAT or meta["round"] != round:
                 raise CheckpointCorrupt(f"{folder} is of another format or round")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from flower_geo.messages import one_line
+
 __all__ = ["Exchange", "Incoming", "Open"]
 
 
@@ -113,7 +115,7 @@ class Exchange:
 def _incoming(request: Open, message: Message) -> Incoming:
     if message.has_error():
         error = message.error
-        reason = " ".join(str(error.reason or "no reason given").split())[:300]
+        reason = one_line(str(error.reason or "no reason given"), 300)
         return Incoming(request, None, f"Flower error {error.code}: {reason}")
     if not message.has_content():
         return Incoming(request, None, "the reply is empty")

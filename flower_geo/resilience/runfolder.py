@@ -6,11 +6,12 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flower_geo.config import FIXED_KEYS
-from flower_geo.durable import FileLock, write_bytes, write_json
+from flower_geo.durable import FileLock, remove_unfinished, write_bytes, write_json
 from flower_geo.errors import CheckpointCorrupt, ConfigError, ResumeMismatch, StateError
 from flower_geo.resilience.checkpoint import CheckpointStore
 from flower_geo.resilience.journal import Journal
@@ -53,6 +54,9 @@ class RunFolder:
         try:
             self.uid, self.incarnation = self._begin(dict(config))
             write_bytes(path / "server.pid", f"{os.getpid()}\n".encode())
+            for folder in (path / "checkpoints", *(path / "spool").glob("round-*")):
+                remove_unfinished(folder)
+            remove_unfinished(path, "model")
         except BaseException:
             self._lock.release()
             raise
@@ -71,7 +75,7 @@ class RunFolder:
                 stored = json.loads(file.read_bytes())
                 uid, incarnation = str(stored["uid"]), int(stored["incarnation"])
                 earlier = dict(stored["config"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
                 raise CheckpointCorrupt(
                     f"{file} cannot be read ({error}); restore it or choose another run-name"
                 ) from error
@@ -88,7 +92,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Remove the pid file and give the lock back."""
-        (self.path / "server.pid").unlink(missing_ok=True)
+        with suppress(OSError):
+            (self.path / "server.pid").unlink()
         self._lock.release()
 
     def __enter__(self) -> RunFolder:

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from flower_geo.durable import atomic_folder, read_json, write_json, write_tensors
+from flower_geo.durable import (
+    atomic_folder,
+    file_sha256,
+    read_sealed,
+    write_sealed,
+    write_tensors,
+)
 from flower_geo.errors import CheckpointCorrupt
 
 __all__ = ["ReplyMeta", "Spool", "SpooledReply"]
@@ -83,10 +89,15 @@ class SpooledReply:
 
 
 class Spool:
-    """The ``spool/`` folder of a run, a folder a round and a site."""
+    """The ``spool/`` folder of a run, a folder a round and a site.
+
+    Replies that an earlier process stored are read through and compared with
+    their hash once, before they are used.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._verified: set[tuple[int, str]] = set()
 
     def _round(self, round: int) -> Path:
         return self.folder / f"round-{round:06d}"
@@ -99,7 +110,7 @@ class Spool:
         """
         target = self._round(round) / meta.site
         with atomic_folder(target) as scratch:
-            write_tensors(
+            digest = write_tensors(
                 scratch / "blobs.safetensors",
                 # A view over the bytes: blobs of a large model are not copied here.
                 {
@@ -107,7 +118,8 @@ class Spool:
                     for name, blob in blobs.items()
                 },
             )
-            write_json(scratch / "reply.json", asdict(meta))
+            write_sealed(scratch / "reply.json", {"meta": asdict(meta), "sha256": digest})
+        self._verified.add((round, meta.site))
         return SpooledReply(target, meta)
 
     def replies(self, round: int) -> list[SpooledReply]:
@@ -126,16 +138,29 @@ class Spool:
             if entry.name.startswith("."):
                 continue
             try:
-                meta = ReplyMeta(**read_json(entry / "reply.json"))
-            except (CheckpointCorrupt, TypeError):
+                stored = read_sealed(entry / "reply.json")
+                meta = ReplyMeta(**stored["meta"])
+                whole = meta.site == entry.name and self._is_whole(round, entry, stored["sha256"])
+            except (CheckpointCorrupt, KeyError, TypeError, OSError):
+                whole = False
+            if whole:
+                yield SpooledReply(entry, meta)
+            else:
                 # Unreadable is as good as never arrived: the site is asked again.
                 shutil.rmtree(entry, ignore_errors=True)
-                continue
-            yield SpooledReply(entry, meta)
+
+    def _is_whole(self, round: int, entry: Path, digest: str) -> bool:
+        blobs = entry / "blobs.safetensors"
+        if (round, entry.name) not in self._verified:
+            if file_sha256(blobs) != digest:
+                return False
+            self._verified.add((round, entry.name))
+        return blobs.is_file()
 
     def drop(self, round: int, site: str) -> None:
         """Forget one reply."""
         shutil.rmtree(self._round(round) / site, ignore_errors=True)
+        self._verified.discard((round, site))
 
     def clear(self, up_to: int) -> None:
         """Remove every round's replies up to and including ``up_to``."""
@@ -145,6 +170,7 @@ class Spool:
             name = entry.name.removeprefix("round-")
             if name.isdigit() and int(name) <= up_to:
                 shutil.rmtree(entry, ignore_errors=True)
+        self._verified = {key for key in self._verified if key[0] > up_to}
 
     def size(self, round: int) -> int:
         """Bytes on disk of a round's replies."""

@@ -10,7 +10,7 @@ from typing import Any
 from flower_geo.config import check_name
 from flower_geo.errors import ConfigError
 
-__all__ = ["cache_folder", "node_value", "site_name", "state_folder"]
+__all__ = ["cache_folder", "node_number", "node_value", "site_name", "state_folder"]
 
 #: Set where simulated sites run; a real site names its folder in node-config.
 STATE_DIR_VARIABLE = "FLOWER_GEO_STATE_DIR"
@@ -22,6 +22,23 @@ def node_value(node_config: Mapping[str, Any], key: str, default: str = "") -> s
     return str(value)
 
 
+def node_number(node_config: Mapping[str, Any], key: str, default: int) -> int:
+    """A node-config value that counts something.
+
+    Raises:
+        ConfigError: it is no whole number, or negative.
+    """
+    value = node_config.get(key, default)
+    try:
+        number = int(value)
+        whole = number == float(value) and number >= 0 and not isinstance(value, bool)
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
+        raise ConfigError(f"node-config {key}={value!r} is no whole number of 0 or more")
+    return number
+
+
 def site_name(node_config: Mapping[str, Any]) -> str:
     """Name of the site: node-config ``site``, else ``site-<partition-id>``.
 
@@ -31,7 +48,7 @@ def site_name(node_config: Mapping[str, Any]) -> str:
     if "site" in node_config:
         return check_name(str(node_config["site"]), "node-config site")
     if "partition-id" in node_config:
-        return f"site-{int(node_config['partition-id'])}"
+        return f"site-{node_number(node_config, 'partition-id', 0)}"
     raise ConfigError(
         "this site has no name: start flower-supernode with --node-config 'site=\"my-name\"'"
     )

@@ -28,20 +28,24 @@ from flower_geo.durable import (
     FileLock,
     atomic_folder,
     file_sha256,
-    read_json,
+    read_sealed,
     read_tensors,
-    write_json,
+    remove_unfinished,
+    write_sealed,
     write_tensors,
 )
-from flower_geo.errors import CheckpointCorrupt
+from flower_geo.errors import CheckpointCorrupt, StateError
 
 __all__ = ["Generation", "SiteState"]
 
 _NAME = re.compile(r"gen-(\d{6,})")
 
-#: Generations kept besides the accepted one: a coordinator may come back from
-#: one checkpoint earlier than the newest.
+#: Forebears kept of the accepted generation: a coordinator may come back from
+#: an earlier checkpoint than the newest.
 KEEP_OLDER = 2
+#: Generations kept that are newer than the accepted one; their replies may still
+#: be on the way.
+KEEP_NEWER = 3
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Generation:
 
     Attributes:
         round: the round trained.
+        parent: the round whose generation it went on from; 0 = from the start.
         key: what the reply answers: (base hash, fingerprint).
         consumed: training sequences used up so far.
         inner: optimizer state and RNG, flat.
@@ -58,6 +63,7 @@ class Generation:
     """
 
     round: int = 0
+    parent: int = 0
     key: tuple[str, str] = ("", "")
     consumed: int = 0
     inner: dict[str, Tensor] = field(default_factory=dict)
@@ -82,7 +88,14 @@ class SiteState:
             StateError: the folder cannot be written.
         """
         self._lock.acquire(f"the state of site '{self._site}'")
-        self.folder.chmod(0o700)
+        try:
+            self.folder.chmod(0o700)
+            remove_unfinished(self.folder)
+        except OSError as error:
+            self._lock.release()
+            raise StateError(
+                f"cannot use {self.folder}: {error.strerror or error}; mend its permissions"
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,7 +107,7 @@ class SiteState:
     def base(self) -> tuple[int, str]:
         """Version and content hash of the stored base, (-1, "") when there is none."""
         try:
-            meta = read_json(self.folder / "base" / "base.json")
+            meta = read_sealed(self.folder / "base" / "base.json")
             return int(meta["version"]), str(meta["hash"])
         except (CheckpointCorrupt, KeyError, TypeError, ValueError):
             return -1, ""
@@ -102,7 +115,7 @@ class SiteState:
     def load_base(self) -> dict[str, Tensor] | None:
         """Base weights, or None when they are missing or damaged."""
         try:
-            meta = read_json(self.folder / "base" / "base.json")
+            meta = read_sealed(self.folder / "base" / "base.json")
             path = self.folder / "base" / "weights.safetensors"
             if file_sha256(path) != meta["sha256"]:
                 return None
@@ -114,10 +127,14 @@ class SiteState:
         """Replace the base."""
         with atomic_folder(self.folder / "base") as scratch:
             digest = write_tensors(scratch / "weights.safetensors", weights)
-            write_json(
+            write_sealed(
                 scratch / "base.json",
                 {"version": version, "hash": content_hash, "sha256": digest},
             )
+
+    def drop_base(self) -> None:
+        """Forget a base that is no good, so that the site does not claim to hold it."""
+        shutil.rmtree(self.folder / "base", ignore_errors=True)
 
     # -- generations ----------------------------------------------------------
 
@@ -135,7 +152,9 @@ class SiteState:
         """One generation, or None when it is missing or damaged."""
         folder = self._path(round)
         try:
-            meta = read_json(folder / "state.json")
+            meta = read_sealed(folder / "state.json")
+            if meta["round"] != round:
+                return None
             groups: dict[str, dict[str, Tensor]] = {}
             for name in ("inner", "residual", "reply"):
                 path = folder / f"{name}.safetensors"
@@ -144,7 +163,7 @@ class SiteState:
                 groups[name] = read_tensors(path)
             first, second = meta["key"]
             return Generation(
-                round=int(meta["round"]), key=(str(first), str(second)),
+                round=round, parent=int(meta["parent"]), key=(str(first), str(second)),
                 consumed=int(meta["consumed"]), fields=dict(meta["fields"]), **groups,
             )  # fmt: skip
         except (CheckpointCorrupt, OSError, KeyError, TypeError, ValueError):
@@ -157,17 +176,38 @@ class SiteState:
                 name: write_tensors(scratch / f"{name}.safetensors", getattr(generation, name))
                 for name in ("inner", "residual", "reply")
             }
-            write_json(
+            write_sealed(
                 scratch / "state.json",
                 {
-                    "round": generation.round, "key": list(generation.key),
+                    "round": generation.round, "parent": generation.parent,
+                    "key": list(generation.key),
                     "consumed": generation.consumed, "fields": generation.fields,
                     "files": files,
                 },
             )  # fmt: skip
 
     def prune(self, accepted: int) -> None:
-        """Remove generations no coordinator can ask for any more."""
-        older = [round for round in self.generations() if round < accepted]
-        for round in older[:-KEEP_OLDER]:
+        """Remove generations no coordinator can ask for any more.
+
+        A coordinator names accepted rounds only, so of the older generations
+        those are kept that the accepted one came from; the updates of others
+        were lost.
+        """
+        stored = self.generations()
+        newer = [round for round in stored if round > accepted]
+        kept = {accepted, *newer[-KEEP_NEWER:]}
+        forebear = accepted
+        for _ in range(KEEP_OLDER):
+            forebear = self._parent(forebear)
+            kept.add(forebear)
+        if accepted not in stored:
+            # Its forebears are not known any more.
+            kept.update([round for round in stored if round < accepted][-KEEP_OLDER:])
+        for round in set(stored) - kept:
             shutil.rmtree(self._path(round), ignore_errors=True)
+
+    def _parent(self, round: int) -> int:
+        try:
+            return int(read_sealed(self._path(round) / "state.json")["parent"])
+        except (CheckpointCorrupt, KeyError, TypeError, ValueError):
+            return 0

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +35,13 @@ from flower_geo.data.corpus import PackedCorpus
 from flower_geo.errors import ConfigError, CorruptPayload
 from flower_geo.messages import Reply, Request
 from flower_geo.models import build_model, check_vocab, load_state, snapshot
-from flower_geo.site.identity import cache_folder, node_value, site_name, state_folder
+from flower_geo.site.identity import (
+    cache_folder,
+    node_number,
+    node_value,
+    site_name,
+    state_folder,
+)
 from flower_geo.site.state import Generation, SiteState
 from flower_geo.training import InnerConfig, InnerLoop, evaluate
 
@@ -105,6 +111,8 @@ class _Session:
             weights = self.state.load_base()
             if weights is not None:
                 return weights
+            # A site that went on claiming it would be offered nothing.
+            self.state.drop_base()
         if request.version == 0 and request.payload == "none":
             initial = self._initial()
             if initial is not None and content_hash(initial) == request.base_hash:
@@ -113,9 +121,16 @@ class _Session:
             return None
         if request.payload == "none" or request.arrays is None:
             return None
-        start = self.state.load_base() if request.payload == "deltas" else self._shapes()
-        if start is None or (request.payload == "deltas" and version != request.first - 1):
-            return None
+        if request.payload == "deltas":
+            if version != request.first - 1:
+                return None
+            loaded = self.state.load_base()
+            if loaded is None:
+                self.state.drop_base()
+                return None
+            start = loaded
+        else:
+            start = self._shapes()
         replica = Replica(start, version)
         try:
             replica.apply(
@@ -125,6 +140,8 @@ class _Session:
             # A base that went bad here heals by a snapshot; one that was bad
             # on the way is asked for again.
             logger.warning("broadcast of version %d does not fit: %s", request.version, error)
+            if request.payload == "deltas" and content_hash(start) != held:
+                self.state.drop_base()
             return None
         self.state.save_base(request.version, request.base_hash, replica.state)
         return dict(replica.state)
@@ -246,7 +263,7 @@ def _train(
         "loss-last": result.loss_last, "grad-norm": result.grad_norm,
     }  # fmt: skip
     after = Generation(
-        round=request.round, key=key, consumed=cursor.consumed,
+        round=request.round, parent=before.round, key=key, consumed=cursor.consumed,
         inner=loop.state_dict() if config.keep_optimizer else {}, residual=residual,
         reply={
             name: torch.frombuffer(bytearray(blob), dtype=torch.uint8)
@@ -278,7 +295,7 @@ def _generation_before(session: _Session) -> Generation:
     logger.warning(
         "site %s has no state of round %d: its optimizer starts anew", session.site, accepted
     )
-    return replace(Generation(), round=accepted, consumed=session.request.consumed)
+    return Generation(round=accepted, consumed=session.request.consumed)
 
 
 def _site_config(
@@ -293,7 +310,10 @@ def _site_config(
     mine = {key: node_config[key] for key in SITE_KEYS if key in node_config}
     if not mine:
         return run, run.total_steps
-    checked = parse(CommonConfig, {**mine, "warmup-steps": 0})
+    try:
+        checked = parse(CommonConfig, {**mine, "warmup-steps": 0})
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("run-config", "node-config", 1)) from None
     fields = [key.replace("-", "_") for key in mine]
     return run.model_copy(update={f: getattr(checked, f) for f in fields}), run.total_steps
 
@@ -308,8 +328,8 @@ def _inner_config(config: CommonConfig, total_steps: int) -> InnerConfig:
 
 
 def _corpus(config: CommonConfig, node_config: Mapping[str, Any], tokenizer: Any) -> PackedCorpus:
-    partition = int(node_config.get("partition-id", 0))
-    total = int(node_config.get("num-partitions", partition + 1))
+    partition = node_number(node_config, "partition-id", 0)
+    total = node_number(node_config, "num-partitions", partition + 1)
     spec = data_spec(config.data, node_config, partition, total)
     return prepare(spec, tokenizer, seq_len=config.seq_len, cache_dir=cache_folder(node_config))
 
@@ -325,11 +345,16 @@ def _device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return str(torch.device(wanted))
-    except RuntimeError:
+        device = torch.device(wanted)
+        if device.type == "meta":
+            raise RuntimeError("it holds no numbers")
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         raise ConfigError(
-            f"node-config device={wanted!r} is no torch device; use 'cpu', 'cuda' or 'cuda:0'"
+            f"node-config device={wanted!r} cannot be used here "
+            f"({' '.join(str(error).split())[:120]}); use 'cpu', 'cuda' or 'cuda:0'"
         ) from None
+    return str(device)
 
 
 def _seed(seed: int, site: str, round: int) -> int:

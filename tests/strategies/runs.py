@@ -16,6 +16,7 @@ from flower_geo.strategies import DiLoCo, initial_arrays
 from tests.federation import MemoryGrid, Tamper, sites
 
 SMALL: dict[str, Any] = {
+    "model": "gpt2-pico",
     "rounds": 3, "inner-steps": 2, "seq-len": 16, "batch-size": 2, "warmup-steps": 1,
     "eval-tokens": 64, "sample-tokens": 0, "deadline": 1.0, "wait-for-sites": 1.0,
     "eval-every": 0, "inner-lr": 1e-3, "max-retries": 0,

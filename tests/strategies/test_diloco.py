@@ -169,5 +169,5 @@ def test_more_rounds_may_be_added_but_no_other_model(tmp_path: Path) -> None:
     run(longer, federation(tmp_path, 2))
     assert [e["round"] for e in events(longer, "round")] == [1, 2, 3, 4]
     other = configured(tmp_path, model="llama-nano")
-    with pytest.raises(ResumeMismatch, match="model='gpt2-nano'"):
+    with pytest.raises(ResumeMismatch, match="model='gpt2-pico'"):
         run(other, federation(tmp_path, 2))

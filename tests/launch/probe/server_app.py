@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, RecordDict
@@ -35,7 +36,7 @@ def main(grid: Grid, context: Context) -> None:
         raise ValueError("probe: asked to raise before the run began")
     folder = Path(str(config["run-dir"])) / str(config["run-name"])
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"round": 0, "lives": 0, "weights": [0.0, 0.0]}
+    state: dict[str, Any] = {"round": 0, "lives": 0, "weights": [0.0, 0.0]}
     saved = folder / "config.json"
     if saved.exists():
         state = json.loads(saved.read_text())
