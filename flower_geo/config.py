@@ -77,14 +77,16 @@ class CommonConfig(BaseModel):
     # -- the run --------------------------------------------------------------
     run_name: str = Field("diloco", description="names the run folder and the sites' state")
     run_dir: str = Field("runs", description="folder on the coordinator that holds run folders")
-    rounds: Annotated[int, Field(ge=1, le=1_000_000)] = 20
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    rounds: Annotated[int, Field(ge=1, le=1_000_000)] = Field(20, description="rounds in all")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="of initial weights and of the data's order"
+    )
 
     # -- model and data -------------------------------------------------------
     model: str = Field("gpt2-nano", description="named shape, local folder, or hub name")
     tokenizer: str = Field("builtin", description="'builtin', a folder, or a hub name")
     data: str = Field("builtin", description="default for sites whose node-config has no data=")
-    seq_len: Annotated[int, Field(ge=2, le=1_048_576)] = 128
+    seq_len: Annotated[int, Field(ge=2, le=1_048_576)] = Field(128, description="tokens a sequence")
     eval_tokens: Annotated[int, Field(ge=0)] = Field(
         16_384, description="held-out tokens evaluated at a site; 0 = all"
     )
@@ -93,20 +95,26 @@ class CommonConfig(BaseModel):
     )
 
     # -- the inner loop -------------------------------------------------------
-    batch_size: Annotated[int, Field(ge=1)] = 8
-    grad_accum: Annotated[int, Field(ge=1)] = 1
+    batch_size: Annotated[int, Field(ge=1)] = Field(8, description="sequences a batch")
+    grad_accum: Annotated[int, Field(ge=1)] = Field(1, description="batches a step")
     inner_steps: Annotated[int, Field(ge=1)] = Field(20, description="H, local steps a round")
     inner_seconds: Annotated[float, Field(ge=0)] = Field(
         0.0, description="time-balanced rounds: stop after so many seconds; 0 = off"
     )
-    inner_optimizer: Literal["adamw", "sgd"] = "adamw"
-    inner_lr: Annotated[float, Field(gt=0)] = 1e-3
-    warmup_steps: Annotated[int, Field(ge=0)] = 20
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    inner_optimizer: Literal["adamw", "sgd"] = Field("adamw", description="betas 0.9, 0.95")
+    inner_lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="peak learning rate")
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(20, description="of the whole run")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="over the whole run, not a round"
+    )
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="last learning rate over the peak"
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.1, description="not on norms and biases")
     clip_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="0 = no clipping")
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="auto takes bf16 autocast on GPUs that have it"
+    )
     threads: Annotated[int, Field(ge=0)] = Field(
         1, description="CPU threads a site trains with; 0 = torch's default"
     )
@@ -115,8 +123,10 @@ class CommonConfig(BaseModel):
     # -- the wire -------------------------------------------------------------
     codec_up: str = Field("int8(block=256)", description="codec of the sites' updates")
     codec_down: str = Field("int8(block=256)", description="codec of the broadcasts")
-    error_feedback: bool = True
-    feedback_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
+    error_feedback: bool = Field(True, description="send later what coding an update lost")
+    feedback_decay: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="share of that carried on; 1 loses nothing"
+    )
 
     # -- rounds ---------------------------------------------------------------
     quorum: str = Field("all", description="'all', a count such as '3', or a fraction '0.75'")
@@ -133,15 +143,21 @@ class CommonConfig(BaseModel):
     strict_start: bool = Field(
         True, description="before the first commit, bad input at one site stops the run"
     )
-    max_retries: Annotated[int, Field(ge=0)] = 2
+    max_retries: Annotated[int, Field(ge=0)] = Field(
+        2, description="tries more of a round with too few good replies"
+    )
     max_norm_factor: Annotated[float, Field(ge=0)] = Field(
         10.0, description="refuse updates larger than this times the running median; 0 = off"
     )
-    weight_by: Literal["tokens", "examples", "equal"] = "tokens"
-    checkpoint_keep: Annotated[int, Field(ge=1)] = 3
+    weight_by: Literal["tokens", "examples", "equal"] = Field(
+        "tokens", description="weight of a site in the mean"
+    )
+    checkpoint_keep: Annotated[int, Field(ge=1)] = Field(3, description="newest checkpoints kept")
 
-    sample_prompt: str = "It was a"
-    sample_tokens: Annotated[int, Field(ge=0, le=4096)] = 60
+    sample_prompt: str = Field("It was a", description="what the final sample begins with")
+    sample_tokens: Annotated[int, Field(ge=0, le=4096)] = Field(
+        60, description="length of the final sample"
+    )
 
     @field_validator("run_name")
     @classmethod
@@ -221,10 +237,10 @@ FIXED_KEYS = frozenset(
 class DiLoCoConfig(CommonConfig):
     """DiLoCo (arXiv:2311.08105): outer Nesterov SGD over pseudo-gradients."""
 
-    strategy: Literal["diloco"] = "diloco"
-    outer_lr: Annotated[float, Field(gt=0)] = 0.7
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    outer_nesterov: bool = True
+    strategy: Literal["diloco"] = Field("diloco", description="way of training")
+    outer_lr: Annotated[float, Field(gt=0)] = Field(0.7, description="outer learning rate")
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="0 = plain SGD")
+    outer_nesterov: bool = Field(True, description="Nesterov's form of momentum")
 
 
 _STRATEGIES: dict[str, type[CommonConfig]] = {"diloco": DiLoCoConfig}

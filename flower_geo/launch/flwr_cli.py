@@ -60,10 +60,13 @@ class NodeStatus:
 
 
 def toml_table(values: Mapping[str, Any]) -> str:
-    """A flat TOML table; a JSON string or number is also one of TOML."""
+    """A flat TOML table; a JSON text, integer or truth value is also one of TOML."""
     lines = []
     for key, value in values.items():
-        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        if isinstance(value, float):
+            text = repr(value)  # as TOML, and unlike JSON, Python writes inf
+        else:
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"{key} = {text}\n")
     return "".join(lines)
 

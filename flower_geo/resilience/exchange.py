@@ -16,7 +16,10 @@ from flwr.serverapp import Grid
 
 from flower_geo.messages import one_line
 
-__all__ = ["Exchange", "Incoming", "Open"]
+__all__ = ["EVALUATE", "QUERY", "TRAIN", "Exchange", "Incoming", "Open"]
+
+#: Message types, as Flower's ClientApp names its handlers.
+TRAIN, EVALUATE, QUERY = "train", "evaluate", "query"
 
 
 @dataclass(frozen=True)

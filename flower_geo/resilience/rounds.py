@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flower_geo.compression import record_blobs
-from flower_geo.errors import NotEnoughSites, ReplyRefused
+from flower_geo.compression import unpack_blobs
+from flower_geo.errors import ReplyRefused
 from flower_geo.messages import Reply, Request
 from flower_geo.resilience.admission import Membership, Screen, SiteRecord
-from flower_geo.resilience.exchange import Exchange, Incoming, Open
+from flower_geo.resilience.exchange import EVALUATE, QUERY, TRAIN, Exchange, Incoming, Open
 from flower_geo.resilience.policy import Emit, RoundOutcome, RoundPolicy
+from flower_geo.resilience.reception import Reception
 from flower_geo.resilience.replies import (
     as_differences,
     payload_bytes,
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 MAX_NEEDS = 3
 #: Rounds after which an unanswered request is not looked for any more.
 FORGET_AFTER = 16
-TRAIN, EVALUATE, QUERY = "train", "evaluate", "query"
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Round:
     outcome: RoundOutcome
 
 
-class RoundEngine:
+class RoundEngine(Reception):
     """Runs rounds over an exchange; knows nothing of how a model is updated.
 
     Args:
@@ -73,85 +73,11 @@ class RoundEngine:
         emit: Emit,
         check_hello: Callable[[Reply], None] = lambda reply: None,
     ) -> None:
-        self.exchange = exchange
-        self.membership = membership
+        super().__init__(exchange, membership, policy, emit, check_hello)
         self.screen = screen
         self.spool = spool
-        self.policy = policy
-        self.emit = emit
-        self.check_hello = check_hello
         self._requests: dict[tuple[str, int], Request] = {}
         self._sent: dict[tuple[str, int, str], int] = {}
-
-    # -- sites come and go ----------------------------------------------------
-
-    def assemble(self, hello: Callable[[], Request], committed: bool) -> list[SiteRecord]:
-        """Greet every connected node until ``min_sites`` are welcome.
-
-        Raises:
-            NotEnoughSites: too few connected in ``wait_for_sites`` seconds, or
-                (before the first commit, under ``strict_start``) a site's
-                input is bad.
-        """
-        clock = self.exchange.clock
-        limit = clock() + self.policy.wait_for_sites
-        while True:
-            nodes = self.exchange.nodes()
-            self.greet(hello, nodes)
-            # Greetings may take long where a site tokenises first; sites that
-            # answered are kept waiting only while others are still at it.
-            until = clock() + 1.0
-            for incoming in self.exchange.take(until, lambda request: request.kind == QUERY):
-                self._dispatch(incoming)
-            if self.membership.turned_away and self.policy.strict_start and not committed:
-                raise NotEnoughSites(next(iter(self.membership.turned_away.values())))
-            online = self.membership.online(self.exchange.nodes())
-            greeting = any(request.kind == QUERY for request in self.exchange.open.values())
-            if len(online) >= self.policy.min_sites and not greeting:
-                return online
-            if clock() >= limit and not greeting:
-                raise NotEnoughSites(self._too_few(len(online)))
-            if clock() >= limit + self.policy.deadline:
-                raise NotEnoughSites(self._too_few(len(online)))
-
-    def _too_few(self, online: int) -> str:
-        reasons = "; ".join(self.membership.turned_away.values())
-        return (
-            f"{online} of min-sites={self.policy.min_sites} sites are ready after "
-            f"{self.policy.wait_for_sites:g} s"
-            + (f" ({reasons})" if reasons else "")
-            + "; start flower-supernode at the sites, or lower min-sites, or raise wait-for-sites"
-        )
-
-    def greet(self, hello: Callable[[], Request], nodes: set[int]) -> None:
-        """Send a greeting to every node not greeted yet."""
-        for node_id in self.membership.unknown(nodes):
-            if self.exchange.push(node_id, "", 0, QUERY, hello().to_records()):
-                self.membership.greeting(node_id)
-
-    def _welcome(self, incoming: Incoming) -> None:
-        node_id = incoming.request.node_id
-        try:
-            if incoming.records is None:
-                self.membership.forget(node_id)
-                self.emit("fault", site="", what="no greeting", detail=incoming.failure)
-                logger.warning("node %d did not answer a greeting: %s", node_id, incoming.failure)
-                return
-            reply = Reply.from_records(incoming.records)
-            if reply.status != "done":
-                raise ReplyRefused(f"site {reply.site}: {reply.detail}")
-            self.check_hello(reply)
-        except ReplyRefused as error:
-            self.membership.turned_away[node_id] = str(error)
-            self.emit("fault", site="", what="turned away", detail=str(error))
-            logger.error("node %d is turned away: %s", node_id, error)
-            return
-        replaced = self.membership.welcome(node_id, reply)
-        if replaced is not None:
-            self.emit(
-                "fault", site=reply.site, what="new node",
-                detail=f"node {node_id} takes over from node {replaced.node_id}",
-            )  # fmt: skip
 
     # -- a round --------------------------------------------------------------
 
@@ -176,31 +102,34 @@ class RoundEngine:
         """
         nodes = self.exchange.nodes()
         self.greet(hello, nodes)
-        self._forget_before(round - FORGET_AFTER)
+        self._forget_before(round - max(FORGET_AFTER, self.policy.max_staleness))
         outcome = RoundOutcome(self._spooled(round, request_for), 0, attempt)
         under_way = _Round(round, attempt, base, base_of, request_for, outcome)
         have = {reply.meta.site for reply in outcome.replies}
-        chosen = [
-            record
-            for record in self.membership.choose(nodes, round, self.policy.min_sites)
-            if record.name not in have
-            and not (self.policy.max_staleness and self._training(record))
-        ]
-        for record in chosen:
-            outcome.sent(record.name, self._ask(record, round, request_for(record)))
-        outcome.asked = len(chosen) + len(have)
+        asked, missing = set(have), set()
+        for record in self.membership.choose(nodes, round, self.policy.min_sites):
+            if record.name in have:
+                continue
+            if self.policy.max_staleness and self._training(record):
+                if not self._training(record, round):
+                    continue  # an earlier round's reply is still worth waiting for
+            else:
+                outcome.sent(record.name, self._ask(record, round, request_for(record)))
+            asked.add(record.name)
+            missing.add(record.name)
+        outcome.asked = len(asked)
         quorum = self.policy.quorum_of(max(outcome.asked, 1))
-        missing = {record.name for record in chosen}
         if len(have) < quorum:
             until = self.exchange.clock() + self.policy.deadline
-            for incoming in self.exchange.take(until, lambda request: _is_train(request, round)):
+            for incoming in self.exchange.take(until, lambda open: self._wanted(open, round, have)):
                 site = incoming.request.site
                 if self._dispatch(incoming, under_way):
                     have.add(site)
                 if not self._training(self.membership.sites.get(site)):
                     missing.discard(site)
                 self.emit("waiting", round=round, answered=sorted(have), pending=sorted(missing))
-                if len(have) >= quorum:
+                # Late replies of sites not asked this time come on top.
+                if len(have & asked) >= quorum:
                     break
         for site in sorted(missing - have):
             self.membership.sites[site].late += 1
@@ -211,6 +140,15 @@ class RoundEngine:
         outcome.replies = self.spool.replies(round)
         return outcome
 
+    def _wanted(self, request: Open, round: int, have: set[str]) -> bool:
+        """Whether the round waits for this request: for late ones only while it needs them."""
+        staleness = round - request.round
+        if request.kind != TRAIN:
+            return False
+        return staleness == 0 or (
+            staleness <= self.policy.max_staleness and len(have) < self.policy.min_sites
+        )
+
     def evaluate(
         self, round: int, request_for: Callable[[SiteRecord], Request]
     ) -> list[tuple[str, float, float]]:
@@ -218,29 +156,35 @@ class RoundEngine:
 
         Sites that fail or do not answer within the deadline are left out.
         """
+        self.exchange.drop(lambda request: request.kind == EVALUATE)
+        asked: dict[str, str] = {}
         for record in self.membership.online(self.exchange.nodes()):
-            assert record.node_id is not None
-            self.exchange.push(
-                record.node_id, record.name, round, EVALUATE, request_for(record).to_records()
-            )
+            asked[record.name] = self._ask_evaluation(record, round, request_for)
         measured: list[tuple[str, float, float]] = []
         until = self.exchange.clock() + self.policy.deadline
         for incoming in self.exchange.take(until, lambda request: request.kind == EVALUATE):
-            if incoming.request.kind != EVALUATE or incoming.records is None:
+            if incoming.request.kind != EVALUATE or incoming.request.round != round:
+                continue
+            if incoming.records is None:
+                logger.warning(
+                    "site %s did not evaluate: %s", incoming.request.site, incoming.failure
+                )
                 continue
             record = self.membership.sites[incoming.request.site]
             try:
                 reply = Reply.from_records(incoming.records)
+                if reply.site != record.name:
+                    raise ReplyRefused(f"it answers as {reply.site}")
                 if reply.status == "need":
                     self._count_needs(incoming.request)
+                elif reply.status == "done" and reply.base_hash != asked[record.name]:
+                    raise ReplyRefused("it measured another version")
             except ReplyRefused as error:
                 logger.warning("site %s: evaluation refused: %s", record.name, error)
                 continue
-            record.held_version, record.held_hash = reply.held_version, reply.held_hash
+            self._note_held(record, reply)
             if reply.status == "need" and record.node_id is not None:
-                self.exchange.push(
-                    record.node_id, record.name, round, EVALUATE, request_for(record).to_records()
-                )
+                self._ask_evaluation(record, round, request_for)
             elif reply.status == "done" and math.isfinite(
                 reply.metrics.get("loss-before", math.nan)
             ):
@@ -250,25 +194,40 @@ class RoundEngine:
                 logger.warning("site %s cannot evaluate: %s", record.name, reply.detail)
         return sorted(measured)
 
+    def _ask_evaluation(
+        self, record: SiteRecord, round: int, request_for: Callable[[SiteRecord], Request]
+    ) -> str:
+        assert record.node_id is not None
+        request = request_for(record)
+        self.exchange.push(record.node_id, record.name, round, EVALUATE, request.to_records())
+        return request.base_hash
+
     def _forget_before(self, round: int) -> None:
         """Stop looking for replies that are too old to be of any use."""
         self.exchange.drop(lambda request: request.kind == TRAIN and request.round < round)
         self._requests = {key: kept for key, kept in self._requests.items() if key[1] >= round}
+        self._sent = {key: count for key, count in self._sent.items() if key[1] >= round}
 
-    def _training(self, record: SiteRecord | None) -> bool:
+    def _training(self, record: SiteRecord | None, round: int | None = None) -> bool:
+        """Whether a train request (of ``round``) is open at the site's present node."""
         if record is None or record.node_id is None:
             return False
         return any(
-            request.node_id == record.node_id and request.kind == TRAIN
+            request.node_id == record.node_id
+            and request.kind == TRAIN
+            and round in (None, request.round)
             for request in self.exchange.open.values()
         )
 
     def _ask(self, record: SiteRecord, round: int, request: Request) -> int:
-        assert record.node_id is not None
         # Kept for the checks of the reply; the payload need not outlive the push.
         self._requests[record.name, round] = replace(request, arrays=None)
-        if not self.exchange.push(record.node_id, record.name, round, TRAIN, request.to_records()):
-            self.membership.forget(record.node_id)
+        node = record.node_id
+        if node is None or not self.exchange.push(
+            node, record.name, round, TRAIN, request.to_records()
+        ):
+            if node is not None:
+                self.membership.forget(node)
             self.emit("fault", round=round, site=record.name, what="not sent", detail="node left")
             return 0
         return payload_bytes(request.arrays)
@@ -287,12 +246,15 @@ class RoundEngine:
         good = []
         for reply in self.spool.replies(round):
             record = self.membership.sites.get(reply.meta.site)
-            request = request_for(record) if record is not None else None
-            fits = request is not None and (
-                (reply.meta.base_hash, reply.meta.fingerprint)
-                == (request.base_hash, request.fingerprint)
-                or 0 < reply.meta.staleness
-            )
+            if record is None:
+                fits = False
+            elif reply.meta.staleness:
+                # Nothing newer of this site may have been folded since.
+                fits = reply.meta.round > record.accepted
+            else:
+                request = request_for(record)
+                key = (request.base_hash, request.fingerprint)
+                fits = (reply.meta.base_hash, reply.meta.fingerprint) == key
             if fits:
                 good.append(reply)
             else:
@@ -310,6 +272,8 @@ class RoundEngine:
         record = self.membership.sites.get(opened.site)
         if opened.kind != TRAIN or record is None or now is None:
             return False
+        if (opened.site, opened.round) not in self._requests:
+            return False  # a second answer to what was asked twice
         line: dict[str, Any] = {
             "round": now.number, "attempt": now.attempt, "site": opened.site,
             "node": str(opened.node_id), "bytes_down": now.outcome.down.get(opened.site, 0),
@@ -320,14 +284,16 @@ class RoundEngine:
             reply = Reply.from_records(incoming.records)
             if reply.site != opened.site:
                 raise ReplyRefused(f"site {opened.site} answers as {reply.site}")
-            record.held_version, record.held_hash = reply.held_version, reply.held_hash
-            if reply.status == "need" and opened.round == now.number:
+            self._note_held(record, reply)
+            if reply.status == "need":
+                if opened.round != now.number:
+                    return False
                 self._count_needs(opened)
                 again = self._ask(record, now.number, now.request_for(record))
                 now.outcome.sent(record.name, again)
                 return False
             if reply.status != "done":
-                return self._failed(record, reply.detail or "it lacks the base", line)
+                return self._failed(record, reply.detail or "it gave no reason", line)
             line |= site_line(reply)
             now.outcome.bytes_up += int(line["bytes_up"])
             accepted = self._admit(opened, reply, record, now)
@@ -343,6 +309,13 @@ class RoundEngine:
         self.emit("site", status=status, update_norm=now.outcome.norms.get(opened.site), **line)
         return accepted
 
+    @staticmethod
+    def _note_held(record: SiteRecord, reply: Reply) -> None:
+        """Believe what a site says it holds; a refusal says nothing, a late reply what was."""
+        newer = reply.status == "done" and reply.held_version >= record.held_version
+        if newer or reply.status == "need":
+            record.held_version, record.held_hash = reply.held_version, reply.held_hash
+
     def _failed(self, record: SiteRecord, reason: str, line: dict[str, Any]) -> bool:
         record.fail(line["round"])
         self.emit("site", status="failed", reason=reason, **line)
@@ -351,36 +324,41 @@ class RoundEngine:
 
     def _admit(self, opened: Open, reply: Reply, record: SiteRecord, now: _Round) -> bool:
         """Screen and spool; False for a late reply that is not folded."""
-        request = self._requests.pop((opened.site, opened.round), None)
-        if request is None:
-            raise ReplyRefused("it answers no open request")
+        request = self._requests[opened.site, opened.round]
         staleness = now.number - opened.round
         trained_from: Mapping[str, Tensor] | None = now.base
         if staleness:
-            # A newer request already under way starts from the same data, so
+            # What was folded or asked since then started from the same data, so
             # folding both would count that data twice.
-            folds = staleness <= self.policy.max_staleness and not self._training(record)
-            trained_from = now.base_of(reply.version) if folds else None
+            folds = (
+                staleness <= self.policy.max_staleness
+                and request.accepted == record.accepted
+                and not self._training(record)
+                and not self.spool.holds(now.number, opened.site)
+            )
+            if not folds:
+                trained_from = None
+            elif reply.kind == "weights":
+                trained_from = now.base_of(request.version)
         if trained_from is None:
             record.late += 1
             return False
+        weight = weight_of(reply, self.policy.weight_by)
+        if weight <= 0:
+            raise ReplyRefused("it trained on nothing")
         norm = self.screen.check(request, reply, trained_from)
         assert reply.arrays is not None
-        blobs, kind = record_blobs(reply.arrays), reply.kind
+        shapes = {name: tuple(tensor.shape) for name, tensor in trained_from.items()}
+        blobs, kind = unpack_blobs(reply.arrays, shapes), reply.kind
         if staleness and kind == "weights":
             blobs, kind = as_differences(blobs, trained_from), "delta"
         meta = ReplyMeta(
             site=reply.site, round=opened.round, version=reply.version, base_hash=reply.base_hash,
-            kind=kind, weight=weight_of(reply, self.policy.weight_by), staleness=staleness,
-            fingerprint=reply.fingerprint, payload_hash=payload_hash(blobs), metrics=reply.metrics,
+            kind=kind, weight=weight, staleness=staleness, fingerprint=reply.fingerprint,
+            payload_hash=payload_hash(blobs), metrics=reply.metrics,
         )  # fmt: skip
-        if meta.weight <= 0:
-            raise ReplyRefused("it trained on nothing")
         self.spool.put(now.number, meta, blobs)
+        del self._requests[opened.site, opened.round]
         now.outcome.norms[reply.site] = norm
         record.succeed()
         return True
-
-
-def _is_train(request: Open, round: int) -> bool:
-    return request.kind == TRAIN and request.round == round

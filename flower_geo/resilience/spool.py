@@ -157,6 +157,10 @@ class Spool:
             self._verified.add((round, entry.name))
         return blobs.is_file()
 
+    def holds(self, round: int, site: str) -> bool:
+        """Whether a reply of this site is spooled for ``round``."""
+        return (self._round(round) / site / "reply.json").is_file()
+
     def drop(self, round: int, site: str) -> None:
         """Forget one reply."""
         shutil.rmtree(self._round(round) / site, ignore_errors=True)

@@ -48,7 +48,8 @@ def site_name(node_config: Mapping[str, Any]) -> str:
     if "site" in node_config:
         return check_name(str(node_config["site"]), "node-config site")
     if "partition-id" in node_config:
-        return f"site-{node_number(node_config, 'partition-id', 0)}"
+        number = node_number(node_config, "partition-id", 0)
+        return check_name(f"site-{number}", "site name")
     raise ConfigError(
         "this site has no name: start flower-supernode with --node-config 'site=\"my-name\"'"
     )

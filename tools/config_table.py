@@ -1,0 +1,103 @@
+"""Write the configuration table of README.md from the configuration itself.
+
+    python tools/config_table.py           write it
+    python tools/config_table.py --check   exit 1 when README.md is behind
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from flower_geo.config import FIXED_KEYS, kebab, load_app
+
+REPO = Path(__file__).resolve().parents[1]
+README = REPO / "README.md"
+BEGIN, END = "<!-- configuration: begin -->", "<!-- configuration: end -->"
+
+#: Limits no one meets by accident are left out.
+SHOWN = 100_000
+
+GROUPS = {
+    "The run": ("strategy", "run_name", "run_dir", "rounds", "seed"),
+    "Model and data": (
+        "model", "tokenizer", "data", "seq_len", "eval_tokens", "eval_every", "sample_prompt",
+        "sample_tokens",
+    ),
+    "At a site": (
+        "batch_size", "grad_accum", "inner_steps", "inner_seconds", "inner_optimizer", "inner_lr",
+        "warmup_steps", "schedule", "min_lr_ratio", "weight_decay", "clip_norm", "precision",
+        "threads", "keep_optimizer",
+    ),
+    "The outer step": ("outer_lr", "outer_momentum", "outer_nesterov", "weight_by"),
+    "The wire": ("codec_up", "codec_down", "error_feedback", "feedback_decay"),
+    "Rounds and faults": (
+        "quorum", "deadline", "min_sites", "wait_for_sites", "strict_start", "max_staleness",
+        "max_retries", "max_norm_factor", "checkpoint_keep",
+    ),
+}  # fmt: skip
+
+
+def table(app: str = "diloco") -> str:
+    """The table as Markdown, with an app's defaults; every key stands in it once.
+
+    Raises:
+        ValueError: a key is in no group.
+    """
+    config = load_app(REPO / "apps" / app).config
+    model = type(config)
+    known = set(model.model_fields)
+    listed = [name for names in GROUPS.values() for name in names]
+    if set(listed) != known or len(listed) != len(known):
+        raise ValueError(f"GROUPS and the configuration differ: {set(listed) ^ known}")
+    lines = ["| key | default | what it is |", "|---|---|---|"]
+    for group, names in GROUPS.items():
+        lines.append(f"| **{group}** | | |")
+        for name in names:
+            field = model.model_fields[name]
+            fixed = " (fixed for a run)" if kebab(name) in FIXED_KEYS else ""
+            lines.append(f"| `{kebab(name)}` | {_value(getattr(config, name))} | {_about(field)}{fixed} |")
+    return "\n".join(lines)
+
+
+def _value(default: object) -> str:
+    text = str(default).lower() if isinstance(default, bool) else str(default)
+    return f"`{text}`"
+
+
+def _about(field: object) -> str:
+    parts = []
+    if description := getattr(field, "description", None):
+        parts.append(description.replace("|", "\\|"))
+    choices = getattr(getattr(field, "annotation", None), "__args__", ())
+    if choices and all(isinstance(choice, str) for choice in choices) and len(choices) > 1:
+        parts.append("one of " + ", ".join(f"`{choice}`" for choice in choices))
+    limits = []
+    for limit in getattr(field, "metadata", ()):
+        for kind, sign in ((Ge, "≥"), (Gt, ">"), (Le, "≤"), (Lt, "<")):
+            if isinstance(limit, kind) and getattr(limit, kind.__name__.lower()) < SHOWN:
+                limits.append(f"{sign} {getattr(limit, kind.__name__.lower()):g}")
+    if limits:
+        parts.append(" and ".join(limits))
+    return "; ".join(parts)
+
+
+def main() -> int:
+    """Write or check."""
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    if "--check" in sys.argv:
+        if wanted != text:
+            print("README.md's configuration table is behind: run python tools/config_table.py")
+            return 1
+        return 0
+    README.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
