@@ -44,6 +44,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(PKG_DONE) ## make .venv from the lock file (skips what is already done)
+	@echo "==> environment $(VENV) is ready"
 
 $(VENV_DONE):
 	@if [ -z "$(PYTHON)" ]; then \
@@ -64,8 +65,10 @@ $(PKG_DONE): $(LOCK_DONE)
 	$(call step,install flower-geo from this folder,$(BIN)/python -m pip install -qq --no-deps --no-build-isolation -e . && $(BIN)/python -m pip check)
 	@rm -f $(VENV)/.done/package-* && touch $@
 
+# An interrupted demo goes on where it stopped; a finished one starts anew.
+DEMO_DONE = grep -qs '"event":"end","status":"completed"' runs/demo/metrics.jsonl
 demo: install ## train one model over four sites, then write text with it
-	$(call step,demo: DiLoCo over four sites (apps/diloco),$(BIN)/flower-geo run apps/diloco)
+	$(call step,demo: DiLoCo over four sites (apps/diloco),$(BIN)/flower-geo run apps/diloco --run-config 'run-name="demo"' $$($(DEMO_DONE) && echo --fresh))
 
 test: install ## all tests but those marked slow or bench
 	$(call step,tests,$(BIN)/python -m pytest -m "not slow and not bench" $(PYTEST_ARGS))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flower_geo.config import FIXED_KEYS
+from flower_geo.config import FIXED_KEYS, check_name
 from flower_geo.durable import FileLock, remove_unfinished, write_bytes, write_json
 from flower_geo.errors import CheckpointCorrupt, ConfigError, ResumeMismatch, StateError
 from flower_geo.resilience.checkpoint import CheckpointStore
@@ -75,7 +75,10 @@ class RunFolder:
                 stored = json.loads(file.read_bytes())
                 uid, incarnation = str(stored["uid"]), int(stored["incarnation"])
                 earlier = dict(stored["config"])
-            except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+                check_name(uid, "uid")
+            except (
+                OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError, ConfigError
+            ) as error:  # fmt: skip
                 raise CheckpointCorrupt(
                     f"{file} cannot be read ({error}); restore it or choose another run-name"
                 ) from error

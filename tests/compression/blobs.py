@@ -5,9 +5,8 @@ from __future__ import annotations
 import struct
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,11 +65,3 @@ def allocating_at_most(limit: int) -> Iterator[None]:
     finally:
         tracemalloc.stop()
     assert peak <= limit, f"{peak} bytes were allocated"
-
-
-def outcome(call: Callable[[], Any], *refusals: type[Exception]) -> Any:
-    """The result of ``call``, or None where it was refused."""
-    try:
-        return call()
-    except refusals:
-        return None

@@ -93,6 +93,15 @@ def test_indices_that_lie_are_refused(within: list[int]) -> None:
         topk.unpack(indices_packed(topk, within), 110)
 
 
+@pytest.mark.parametrize("within", [[9, 9], [9, 8], [8, 30], [30, 31], [0, 49]])
+def test_indices_that_lie_in_a_short_last_chunk_are_refused(within: list[int]) -> None:
+    topk = TopK(0.06, 50)
+    assert topk.kept(30) == 2
+    assert topk.unpack(indices_packed(topk, [8, 29]), 30).tolist() == [8, 29]
+    with pytest.raises(CorruptPayload, match="out of range or not ascending"):
+        topk.unpack(indices_packed(topk, within), 30)
+
+
 @pytest.mark.parametrize("marks", [[0], [], [0, 1, 2], [0, 1, 16, 17, 18], list(range(24))])
 def test_a_bitmap_with_other_counts_is_refused(marks: list[int]) -> None:
     topk, table = TopK(0.5, 16), np.zeros(24, dtype=np.uint8)

@@ -63,7 +63,7 @@ def test_a_missing_file_is_made_as_flower_would(tmp_path: Path) -> None:
 def test_a_table_that_flower_rewrote_is_still_removed(tmp_path: Path) -> None:
     before = '[superlink]\ndefault = "a"\n\n[superlink.a]\naddress = "h:1"\n'
     ours = '\n[superlink."geo"]\ninsecure = true\naddress = "127.0.0.1:4000"\n'
-    after = '\n[other]\nvalue = [\n  1,\n]\n'
+    after = "\n[other]\nvalue = [\n  1,\n]\n"
     file = _write(tmp_path, before + ours + after)
     assert remove_connection(tmp_path, "geo", "127.0.0.1:4000")
     assert tomllib.loads(file.read_text()) == tomllib.loads(before + after)
@@ -112,7 +112,7 @@ def test_a_linked_file_stays_a_link(tmp_path: Path) -> None:
 
 
 def test_connections_are_found_by_name(tmp_path: Path) -> None:
-    _write(tmp_path, USERS + '\n[superlink.old]\noptions.num-supernodes = 4\n')
+    _write(tmp_path, USERS + "\n[superlink.old]\noptions.num-supernodes = 4\n")
     assert find_connection(tmp_path, "campus") == Connection(
         "campus", "superlink.campus.example:443"
     )

@@ -87,7 +87,7 @@ def test_a_model_too_large_for_the_machine_blocks(
     class Little:
         available = 1 << 20
 
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", Little)
+    monkeypatch.setattr("psutil.virtual_memory", Little)
     findings = list(doctor._model("gpt2-nano", 128, 8, 1, tmp_path))
     assert _what(findings, "memory for gpt2-nano").blocks
     findings = list(doctor._model("gpt2-nan", 128, 8, 1, tmp_path))

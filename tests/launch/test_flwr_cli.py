@@ -32,9 +32,9 @@ def _answering(
     tool = tmp_path / "flwr"
     (tmp_path / "answer").write_text(answer)
     tool.write_text(
-        f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/arguments\n'
-        f'for word in "$@"; do case "$word" in *.toml) cat "$word" >> {tmp_path}/values;; esac; done\n'
-        f"cat {tmp_path}/answer\nexit {code}\n"
+        f'#!/bin/sh\ncd "{tmp_path}"\nprintf "%s\\n" "$@" > arguments\n'
+        'for word in "$@"; do case "$word" in *.toml) cat "$word" >> values;; esac; done\n'
+        f"cat answer\nexit {code}\n"
     )
     tool.chmod(0o755)
     monkeypatch.setattr(flwr_cli, "program", lambda name: str(tmp_path / name))
@@ -45,7 +45,7 @@ def test_a_run_is_submitted_with_files_of_values(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cli = _answering(monkeypatch, tmp_path, '{"success": true, "run-id": "17"}')
-    values = {"sample-prompt": "it's \"so\"\n", "rounds": 3}
+    values = {"sample-prompt": 'it\'s "so"\n', "rounds": 3}
     assert cli.submit(tmp_path / "app", values, {"num-supernodes": 4}) == "17"
     arguments = (tmp_path / "arguments").read_text().split("\n")
     assert arguments[:3] == ["run", str(tmp_path / "app"), "geo"]
@@ -67,7 +67,7 @@ def test_a_refusal_with_exit_code_0_is_an_error(
 ) -> None:
     message = "Using SuperLink: geo\\n\\nrun 17 is not known"
     cli = _answering(monkeypatch, tmp_path, f'{{"success": false, "error-message": "{message}"}}')
-    with pytest.raises(RunFailed, match="^'flwr list' was refused: run 17 is not known$"):
+    with pytest.raises(RunFailed, match=r"^'flwr list' was refused: run 17 is not known$"):
         cli.status("17")
 
 

@@ -110,6 +110,7 @@ def test_what_is_spared_lives_on(mark: str, tmp_path: Path) -> None:
     kept, lost = _start(SLEEP, mark, tmp_path), _start(SLEEP, mark, tmp_path)
     processes.kill_marked(mark, spare=[kept])
     assert kept.alive() and not lost.alive()
+    kept.kill()
 
 
 def test_a_process_is_found_by_its_open_files(mark: str, tmp_path: Path) -> None:
