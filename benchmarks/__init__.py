@@ -1,0 +1,1 @@
+"""Figures, each side by side with a peer in one run."""

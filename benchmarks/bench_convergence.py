@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,17 @@ def diloco(setting: Setting) -> dict[str, Any]:
 
 def data_parallel(steps: int) -> dict[str, Any]:
     """Train on all sites' batches with averaged gradients."""
-    found: dict[str, Any] = run_python(
-        DATA_PARALLEL, str(steps), str(INNER_LR), str(EVAL_TOKENS)
-    )
+    found: dict[str, Any] = run_python(DATA_PARALLEL, str(steps), str(INNER_LR), str(EVAL_TOKENS))
     return found
 
 
 def main(course: bool) -> list[dict[str, Any]]:
     """Measure and publish."""
     settings = BASE + (COURSE if course else ())
-    baseline = {steps: data_parallel(steps)["loss"] for steps in {s.steps for s in settings}}
+    lengths = sorted({setting.steps for setting in settings}, reverse=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process with one thread
+        losses = list(pool.map(lambda steps: data_parallel(steps)["loss"], lengths))
+    baseline = dict(zip(lengths, losses, strict=True))
     rows = []
     for setting in settings:
         row = diloco(setting) | {"data_parallel": baseline[setting.steps]}

@@ -30,6 +30,7 @@ __all__ = [
     "DiLoCoConfig",
     "check_name",
     "config_for",
+    "kebab",
     "load_app",
     "nearest",
     "parse",

@@ -1,7 +1,7 @@
 """Write the configuration table of README.md from the configuration itself.
 
-    python tools/config_table.py           write it
-    python tools/config_table.py --check   exit 1 when README.md is behind
+python tools/config_table.py           write it
+python tools/config_table.py --check   exit 1 when README.md is behind
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ def table(app: str = "diloco") -> str:
     known = set(model.model_fields)
     listed = [name for names in GROUPS.values() for name in names]
     if set(listed) != known or len(listed) != len(known):
-        raise ValueError(f"GROUPS and the configuration differ: {set(listed) ^ known}")
+        raise ValueError(f"GROUPS and the configuration differ in {set(listed) ^ known}")
     lines = ["| key | default | what it is |", "|---|---|---|"]
     for group, names in GROUPS.items():
         lines.append(f"| **{group}** | | |")
         for name in names:
             field = model.model_fields[name]
             fixed = " (fixed for a run)" if kebab(name) in FIXED_KEYS else ""
-            lines.append(f"| `{kebab(name)}` | {_value(getattr(config, name))} | {_about(field)}{fixed} |")
+            lines.append(
+                f"| `{kebab(name)}` | {_value(getattr(config, name))} | {_about(field)}{fixed} |"
+            )
     return "\n".join(lines)
 
 

@@ -16,7 +16,11 @@ from torch import Tensor
 from flower_geo.compression import Codec
 from flower_geo.errors import RoundError
 
-__all__ = ["Contribution", "weighted_mean"]
+__all__ = [
+    "Contribution",
+    "shares",
+    "weighted_mean",
+]
 
 
 class Contribution(Protocol):

@@ -178,8 +178,11 @@ class Codec:
 
         Raises:
             CorruptPayload: as :meth:`decode`; ``out`` may then hold a part.
-            CodecError: ``out`` is of another dtype or device, or not contiguous.
+            CodecError: ``out`` is of another dtype or device, or not contiguous, or
+                the weight is not finite.
         """
+        if not math.isfinite(weight):
+            raise CodecError(f"add_into cannot weight by {weight}")
         kind = (out.dtype in (torch.float32, torch.float64), out.device.type, out.is_contiguous())
         if kind != (True, "cpu", True):
             raise CodecError(

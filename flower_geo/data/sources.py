@@ -24,7 +24,7 @@ from flower_geo.data.parts import Events, separated
 from flower_geo.data.spec import FILE_BUILDERS, DataSpec, nearest_spec
 from flower_geo.errors import DataError
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Built", "Files", "Source", "open_source"]
 
 _CHUNK = 1 << 16
 _KINDS = (".txt", ".md", ".jsonl", ".parquet")

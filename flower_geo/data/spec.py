@@ -29,7 +29,7 @@ from typing import Any
 
 from flower_geo.errors import DataError
 
-__all__ = ["CORPORA", "DataSpec", "data_spec", "parse_spec"]
+__all__ = ["CORPORA", "DataSpec", "data_spec", "nearest_spec", "parse_spec"]
 
 #: The shipped corpora, in the order in which sites receive them.
 CORPORA = ("sotu", "austen", "shakespeare", "bible")

@@ -27,7 +27,7 @@ from flower_geo.data.corpus import Tokens
 from flower_geo.data.parts import cut
 from flower_geo.errors import DataError
 
-__all__ = ["chosen", "part_digest", "write_splits"]
+__all__ = ["Table", "chosen", "part_digest", "write_splits"]
 
 _LOG = logging.getLogger(__name__)
 

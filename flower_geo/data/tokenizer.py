@@ -14,7 +14,7 @@ from flower_geo.errors import DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["load_tokenizer", "tokenizer_hash"]
+__all__ = ["encoder", "end_of_text", "load_tokenizer", "tokenizer_hash"]
 
 #: Shown to tokenizers that have no file form of their own.
 _PROBE = "The 2 quick foxes,\n\n  naïve & 日本語: isn't it?\t<|endoftext|>"

@@ -82,15 +82,16 @@ class ProcessRef:
 
     def process(self) -> psutil.Process | None:
         """The process, or None when it has ended or its pid belongs to another one."""
-        if self.popen is not None:
-            self.popen.poll()  # reaps our own child, which would stay a zombie
         try:
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.created) > _SAME_MOMENT:
-                return None
-            return None if process.status() == psutil.STATUS_ZOMBIE else process
+            same = abs(process.create_time() - self.created) <= _SAME_MOMENT
+            if same and process.status() != psutil.STATUS_ZOMBIE:
+                return process
         except psutil.NoSuchProcess:
-            return None
+            pass
+        if self.popen is not None:
+            self.popen.poll()  # reaps our own child, which would stay a zombie
+        return None
 
     def alive(self) -> bool:
         """Whether it still runs."""

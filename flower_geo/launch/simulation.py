@@ -30,7 +30,7 @@ from flower_geo.launch.environment import child_environment, program
 from flower_geo.launch.flwr_cli import FlwrCli
 from flower_geo.launch.processes import MARK, ProcessRef
 
-__all__ = ["PrivateSimulation", "healthy", "wait_healthy"]
+__all__ = ["PrivateSimulation", "healthy", "sweep", "wait_healthy"]
 
 _PREFIX = "fgeo-"
 _NAME = "simulation"

@@ -217,3 +217,11 @@ def test_adding_a_dense_blob_goes_piece_by_piece() -> None:
         blob = codec(spec).encode(noise(1 << 21))
         with allocating_at_most(7 << 20):  # a dense copy would take 8 MiB
             Codec.add_into(blob, torch.zeros(1 << 21))
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_add_into_refuses_a_weight_that_is_not_finite(weight: float) -> None:
+    out = torch.zeros(4)
+    with pytest.raises(CodecError, match="weight"):
+        Codec.add_into(codec("fp32").encode(torch.ones(4)), out, weight)
+    assert torch.equal(out, torch.zeros(4))

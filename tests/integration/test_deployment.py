@@ -77,7 +77,9 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def committed(folder: Path) -> list[int]:
-    return [e["round"] for e in Journal(folder / "journal.jsonl").entries() if e["what"] == "commit"]
+    return [
+        e["round"] for e in Journal(folder / "journal.jsonl").entries() if e["what"] == "commit"
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -218,3 +218,29 @@ def error_reply(message: Message, code: int, reason: str, node: int) -> Message:
 
 def plain_records() -> RecordDict:
     return Request("run", "uid").to_records()
+
+
+def sites(*seconds: float) -> list[FakeSite]:
+    return [FakeSite("abcdefgh"[i], i + 1, s) for i, s in enumerate(seconds)]
+
+
+def failing(site: FakeSite, request: Request, kind: str) -> Any:
+    return honest(site, request, kind) if kind == "query" else Error(2, "boom")
+
+
+def silent(site: FakeSite, request: Request, kind: str) -> Any:
+    return honest(site, request, kind) if kind == "query" else None
+
+
+def needing(times: int) -> Any:
+    left = {"needs": times}
+
+    def behave(site: FakeSite, request: Request, kind: str) -> Any:
+        done = honest(site, request, kind)
+        if kind == "query" or left["needs"] <= 0:
+            return done
+        left["needs"] -= 1
+        none: Any = {"held_version": -1, "held_hash": "", "arrays": None}
+        return replace(done, status="need", **none)  # type: ignore[type-var]
+
+    return behave
