@@ -156,12 +156,12 @@ def test_records_missing_or_of_another_kind(name: str, kind: Any) -> None:
         else:
             records[name] = kind()
         if kind is right and name != "geo":
-            cls.from_records(records)  # type: ignore[attr-defined]
+            cls.from_records(records)
         elif kind is None and name == "arrays":
-            assert cls.from_records(records).arrays is None  # type: ignore[attr-defined]
+            assert cls.from_records(records).arrays is None
         else:
             with pytest.raises(error):
-                cls.from_records(records)  # type: ignore[attr-defined]
+                cls.from_records(records)
 
 
 def test_large_arrays_in_the_wrong_place_are_not_printed() -> None:

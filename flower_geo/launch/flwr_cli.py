@@ -82,6 +82,7 @@ class FlwrCli:
     def __init__(self, connection: str, home: Path) -> None:
         self.connection = connection
         self.home = home
+        self._running: set[subprocess.Popen[str]] = set()
 
     def command(self, *arguments: str) -> list[str]:
         """The whole command line."""
@@ -92,26 +93,35 @@ class FlwrCli:
         return child_environment(home=self.home)
 
     def _json(self, *arguments: str) -> dict[str, Any]:
-        try:
-            done = subprocess.run(
-                self.command(*arguments, "--format", "json"),
-                env=self.environment(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_TIMEOUT,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
+        with subprocess.Popen(
+            self.command(*arguments, "--format", "json"),
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        ) as process:
+            self._running.add(process)
+            try:
+                out, err = process.communicate(timeout=_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out = None
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                self._running.discard(process)
+        if out is None:
             raise SuperLinkUnreachable(
                 f"'flwr {arguments[0]}' gave no answer in {_TIMEOUT:.0f} s; "
                 f"look at the SuperLink behind connection '{self.connection}'"
             ) from None
-        answer = _first_object(done.stdout)
+        answer = _first_object(out)
         if answer is not None and answer.get("success"):
             return answer
-        message = str((answer or {}).get("error-message") or done.stderr or done.stdout)
+        message = str((answer or {}).get("error-message") or err or out)
         raise self._error(arguments[0], message)
 
     def _error(self, what: str, message: str) -> Exception:
@@ -176,6 +186,11 @@ class FlwrCli:
     def stop(self, run_id: str) -> None:
         """Ask the SuperLink to end a run."""
         self._json("stop", run_id, self.connection)
+
+    def cancel(self) -> None:
+        """End the questions that other threads are waiting for."""
+        for process in list(self._running):
+            process.kill()
 
     def check_name(self) -> None:
         """Refuse a connection name that would be read as an option."""

@@ -82,16 +82,18 @@ class ProcessRef:
 
     def process(self) -> psutil.Process | None:
         """The process, or None when it has ended or its pid belongs to another one."""
+        if self.popen is not None and self.popen.poll() is not None:
+            return None
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) <= _SAME_MOMENT
-            if same and process.status() != psutil.STATUS_ZOMBIE:
-                return process
+            if abs(process.create_time() - self.created) > _SAME_MOMENT:
+                return None
+            # Our own child is there until it is reaped: a zombie may have threads that still end.
+            if self.popen is None and process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            return process
         except psutil.NoSuchProcess:
-            pass
-        if self.popen is not None:
-            self.popen.poll()  # reaps our own child, which would stay a zombie
-        return None
+            return None
 
     def alive(self) -> bool:
         """Whether it still runs."""

@@ -99,8 +99,9 @@ class ServerWatch:
         trace: TracebackType | None,
     ) -> None:
         self._quit.set()
-        if kind is None:
-            self._thread.join()
+        if kind is not None:
+            self._cli.cancel()
+        self._thread.join()
 
     def done(self) -> bool:
         """Whether there is nothing more to wait for."""
@@ -162,13 +163,16 @@ class ServerWatch:
             return self._opened or self._ended_at is not None
         if stamp == self._old:
             return False
-        if not self._opened:
+        if not self._opened and self._pid_file is not None:
+            try:
+                pid = int(self._pid_file.read_text().split()[0])
+            except (OSError, ValueError, IndexError):
+                return False  # being written
             self._opened = True
             # A pid that is not there when first seen is one of another machine
             # or container: then only the SuperLink can tell.
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                assert self._pid_file is not None
-                self._server = ProcessRef.of(int(self._pid_file.read_text().split()[0]))
+            with contextlib.suppress(ProcessLookupError):
+                self._server = ProcessRef.of(pid)
         return False
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -113,11 +111,3 @@ class Shown:
 
     def note(self, line: str) -> None:
         self.notes.append(line)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait until the condition holds, or for that long."""
-    deadline = time.monotonic() + seconds
-    with contextlib.suppress(OSError):
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.02)

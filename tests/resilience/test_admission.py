@@ -194,7 +194,7 @@ def test_arrays_that_are_not_the_models() -> None:
     refused(with_arrays(extra=blob(torch.ones(2))), "has extra")
     refused(with_arrays(w=blob(torch.ones(4, 3))), "shape")
     refused(replace(REPLY, arrays=ArrayRecord()), "missing")
-    refused(with_arrays(w=Array("float32", (3, 4), "pickle", b"cos\nsystem")), "serialisation")
+    refused(with_arrays(w=Array("float32", (3, 4), "pickle", b"cos\nsystem")), "tensor w")
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 20])

@@ -117,7 +117,7 @@ def test_one_reply_is_in_memory_at_a_time(exchange: Exchange, grid: FakeGrid) ->
         pulled += len(found)
         return found
 
-    grid.pull_messages = counting  # type: ignore[method-assign]
+    grid.pull_messages = counting  # type: ignore[method-assign,assignment]
     for number, _ in enumerate(exchange.take(10.0, anything), start=1):
         assert pulled == number
 

@@ -11,7 +11,7 @@ import torch
 
 from flower_geo.aggregation import weighted_mean
 from flower_geo.messages import Request
-from tests.resilience.scripted import FakeSite, World, failing, honest, needing, sites
+from tests.resilience.scripted import BASE, FakeSite, World, failing, honest, needing, sites
 
 
 def late(tmp_path: Path, staleness: int, seconds: float = 12.0, **policy: Any) -> World:

@@ -53,7 +53,7 @@ def test_a_count_ends_the_round_early_and_names_the_missing(tmp_path: Path) -> N
 @pytest.mark.parametrize(("quorum", "wanted"), [("all", 4), ("3", 3), ("9", 4), ("0.5", 2),
                                                 ("0.51", 3), ("0.01", 1), ("0.75", 3)])  # fmt: skip
 def test_a_quorum_is_a_count_a_fraction_or_all(tmp_path: Path, quorum: str, wanted: int) -> None:
-    config = DiLoCoConfig(quorum=quorum)  # type: ignore[call-arg]
+    config = DiLoCoConfig(quorum=quorum)
     world = World(tmp_path, *sites(1, 2, 3, 4))
     world.engine.policy = replace(world.engine.policy, quorum_of=config.quorum_of)
     world.assemble()
@@ -103,12 +103,15 @@ def test_a_site_that_goes_while_it_is_asked_again_costs_only_itself(tmp_path: Pa
         return replace(done, status="need", arrays=None) if kind == "train" else done  # type: ignore[type-var]
 
     world = World(tmp_path, *sites(1, 30), deadline=10.0)
+    world.sites[1].behave = silent
     world.sites[2].behave = lacking
     world.assemble()
-    world.gather(1)
+    assert world.gather(1) == []
+    world.sites[1].behave = honest
     world.grid.node_ids = [1]
     world.clock.now += 60
     assert world.gather(1, attempt=2) == ["a"]
+    assert ("train", 1) not in world.sites[2].asked[2:]
 
 
 # -- retries, duplicates, restarts ----------------------------------------------

@@ -22,7 +22,7 @@ from flower_geo.errors import (
 )
 from flower_geo.resilience.runfolder import RunFolder
 
-CONFIG: dict[str, Any] = DiLoCoConfig().public()  # type: ignore[call-arg]
+CONFIG: dict[str, Any] = DiLoCoConfig().public()
 OTHER: dict[str, Any] = {
     "model": "llama-nano", "tokenizer": "elsewhere", "data": "corpus:sotu", "seq-len": 64,
     "seed": 1, "strategy": "fedavg", "error-feedback": False, "codec-down": "fp32",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.site.requests import Desk, write_texts
 
@@ -30,3 +31,8 @@ def north(tmp_path: Path, texts: list[Path]) -> dict[str, Any]:
 def south(tmp_path: Path, texts: list[Path]) -> dict[str, Any]:
     """Node-config of another site on the same host."""
     return {"site": "south", "data": str(texts[1]), "state-dir": str(tmp_path / "state")}
+
+
+@pytest.fixture
+def newer(desk: Desk) -> dict[str, torch.Tensor]:
+    return {name: tensor + 0.125 for name, tensor in desk.initial.items()}

@@ -12,6 +12,7 @@ from flower_geo.compression import codec, content_hash, pack, record_blobs, unpa
 from flower_geo.config import TRAINING_KEYS, DiLoCoConfig, parse
 from flower_geo.messages import Reply, Request
 from flower_geo.models import build_model, snapshot
+from flower_geo.site.state import SiteState
 
 VALUES: dict[str, Any] = {
     "rounds": 5, "inner-steps": 2, "seq-len": 16, "batch-size": 2, "warmup-steps": 1,
@@ -64,3 +65,11 @@ def write_texts(folder: Path) -> list[Path]:
         path.write_text("\n\n".join(lines))
         paths.append(path)
     return paths
+
+
+def state_of(node: dict[str, Any]) -> SiteState:
+    return SiteState(Path(node["state-dir"]), "run", "uid", node["site"])
+
+
+def folder_of(node: dict[str, Any]) -> Path:
+    return Path(node["state-dir"]) / "run-uid" / str(node["site"])
