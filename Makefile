@@ -94,7 +94,7 @@ format: install ## let ruff mend and format the sources
 	$(call step,format,$(BIN)/ruff check --fix . && $(BIN)/ruff format .)
 
 bench: install ## the figures: speed, memory, bytes and loss beside a baseline
-	$(call step,benchmarks,for f in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$f .py) || exit 1; done)
+	$(call step,benchmarks,for f in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$f .py) || exit 1; done && $(BIN)/python -m benchmarks.write_docs)
 
 # Keeps the versions of the present lock file where the ranges of pyproject.toml allow it;
 # UPGRADE=1 takes the newest ones instead.
