@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flower_geo.errors import ConfigError, StateError
@@ -106,6 +108,8 @@ def test_a_run_at_work_is_not_disturbed(tmp_path: Path) -> None:
     shutil.copy("/bin/sleep", server)
     pid = os.spawnv(os.P_NOWAIT, str(server), [str(server), "60"])
     try:
+        while server.name not in " ".join(psutil.Process(pid).cmdline()):
+            time.sleep(0.01)  # it has forked and not become the command yet
         (folder / "server.pid").write_text(f"{pid}\n")
         with pytest.raises(StateError, match=f"at work already \\(pid {pid}"):
             plan(_options(fresh=True))
