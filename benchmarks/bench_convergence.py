@@ -39,7 +39,7 @@ class Setting:
     codec_down: str = "int8(block=256)"
     outer_lr: float = 0.9
     outer_momentum: float = 0.5
-    inner_lr: float = 3e-3
+    inner_lr: float = 1e-3
 
 
 BASE = (
@@ -48,7 +48,7 @@ BASE = (
     Setting("int4 up, int8 down", codec_up="int4(block=64)"),
     Setting("int8, H=10", inner_steps=10),
     Setting("int8, outer 0.7/0.9", outer_lr=0.7, outer_momentum=0.9),
-    Setting("int8 both ways (default)", inner_lr=1e-3),
+    Setting("int8, inner lr 3e-3", inner_lr=3e-3),
 )
 COURSE = (Setting("int8 both ways (default)", 800), Setting("int8 both ways (default)", 1600))
 
