@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def plan(options: RunOptions) -> RunPlan:
     folder = None
     if here:
         run_dir = Path(config.run_dir).expanduser().absolute()
-        overrides["run-dir"] = str(run_dir)
+        overrides = _with_absolute_paths(overrides) | {"run-dir": str(run_dir)}
         folder = run_dir / config.run_name
         _check_unused(folder)
         if options.fresh:
@@ -133,6 +133,33 @@ def _check_declared(settings: AppSettings) -> None:
                 f"app {settings.folder.name} has no '{key}' in [tool.flwr.app.config] of its "
                 f"pyproject.toml{nearest(key, declared)}; add it there with a default"
             )
+
+
+#: Keys that may name a folder or a file; the other values they take are no such paths.
+_PATH_KEYS = ("model", "tokenizer", "data")
+
+
+def _with_absolute_paths(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Paths that exist from here are made absolute: the processes work elsewhere.
+
+    A name is meant where a path could be as well: ``model="gpt2-nano"`` is the
+    shape though there be a folder of that name; write ``./gpt2-nano`` for it.
+    """
+    resolved = dict(overrides)
+    for key in _PATH_KEYS:
+        value = overrides.get(key)
+        if not isinstance(value, str) or value == "builtin":
+            continue
+        path, shard = (value[: -len("[*]")], "[*]") if value.endswith("[*]") else (value, "")
+        if Path(path).expanduser().exists() and not (key == "model" and _is_shape(value)):
+            resolved[key] = str(Path(path).expanduser().absolute()) + shard
+    return resolved
+
+
+def _is_shape(name: str) -> bool:
+    from flower_geo.models import MODELS  # loads torch
+
+    return name in MODELS
 
 
 def _check_unused(folder: Path) -> None:

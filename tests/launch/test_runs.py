@@ -51,6 +51,18 @@ def test_a_coordinator_on_this_machine_is_followed_in_its_folder(tmp_path: Path)
     assert not chosen.request.private
 
 
+def test_local_paths_are_made_absolute_where_the_coordinator_is_here(tmp_path: Path) -> None:
+    for name in ("my-model", "gpt2-nano", "texts"):
+        (tmp_path / name).mkdir()
+    given = {"model": "my-model", "tokenizer": "builtin", "data": "texts[*]", "run-name": "texts"}
+    assert runs._with_absolute_paths(given) == given | {
+        "model": str(tmp_path / "my-model"), "data": str(tmp_path / "texts") + "[*]",
+    }  # fmt: skip
+    for name in ("gpt2-nano", "some/hub-name", "missing"):
+        assert runs._with_absolute_paths({"model": name}) == {"model": name}
+    assert runs._with_absolute_paths({"model": "./gpt2-nano"})["model"].startswith(str(tmp_path))
+
+
 def test_a_coordinator_elsewhere_chooses_its_own_folder(tmp_path: Path) -> None:
     chosen = plan(_options("rounds=2", federation="cloud"))
     assert chosen.request.folder is None
