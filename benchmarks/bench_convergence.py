@@ -8,22 +8,26 @@ held-out parts.
 
     python -m benchmarks.bench_convergence            # 400, 800 and 1600 steps, about an hour
     python -m benchmarks.bench_convergence --short    # 400 steps, about half of it
+
+Each run is kept in ``artefacts/bench/convergence-runs.json`` as soon as it has
+ended: with ``--resume`` an interrupted benchmark goes on from there.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from benchmarks.figures import REPO, publish, run_python, table
+from benchmarks.figures import output_folder, publish, run_python, simulate, table
 
 SITES, EVAL_TOKENS = 4, 32_768
 
@@ -76,6 +80,31 @@ print(json.dumps({"loss": sum(l.loss_sum for l in losses) / sum(l.tokens for l i
 """
 
 
+class Kept:
+    """Results on disk, so that an interrupted benchmark goes on.
+
+    Args:
+        resume: use what an earlier call has measured.
+    """
+
+    def __init__(self, resume: bool) -> None:
+        self.path = output_folder() / "convergence-runs.json"
+        known = resume and self.path.exists()
+        self.results: dict[str, Any] = json.loads(self.path.read_text()) if known else {}
+        self.lock = Lock()
+
+    def get(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of that key, measured now unless it is known."""
+        if key not in self.results:
+            found = measure()
+            with self.lock:
+                self.results[key] = found
+                self.path.write_text(json.dumps(self.results, indent=1))
+            print(key, json.dumps(found), flush=True)
+        known: dict[str, Any] = self.results[key]
+        return known
+
+
 def diloco(setting: Setting) -> dict[str, Any]:
     """Run DiLoCo in simulation and read its metrics."""
     with tempfile.TemporaryDirectory() as folder:
@@ -86,32 +115,14 @@ def diloco(setting: Setting) -> dict[str, Any]:
             "codec-down": setting.codec_down, "outer-lr": setting.outer_lr,
             "outer-momentum": setting.outer_momentum, "sample-tokens": 0,
         }  # fmt: skip
-        config = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
-        began = time.perf_counter()
-        subprocess.run(
-            [
-                str(Path(sys.executable).with_name("flower-geo")), "run", str(REPO / "apps/diloco"),
-                "--sites", str(SITES), "--plain", "--run-config", config,
-            ],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        wall = time.perf_counter() - began
-        lines = (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
+        events = simulate(Path(folder), SITES, values)
     rounds = [event for event in events if event["event"] == "round"]
     losses = [event for event in events if event["event"] == "eval" and event["site"] == "*"]
     parameters = next(event["parameters"] for event in events if event["event"] == "start")
-    # As many sites train at a time as there are cores; what is left of a round is overhead.
-    at_work = sum(e.get("seconds") or 0.0 for e in events if e["event"] == "site")
-    train = at_work / min(SITES, os.cpu_count() or 1)
     return {
-        "setting": setting.name, "lr": setting.inner_lr, "steps": setting.steps,
-        "H": setting.inner_steps, "wall": wall,
         "loss": losses[-1]["loss"], "start": losses[0]["loss"],
         "up": sum(r["bytes_up"] for r in rounds), "down": sum(r["bytes_down"] for r in rounds),
         "fp32_fedavg": len(rounds) * SITES * parameters * 4,
-        "outside": (sum(r["seconds"] for r in rounds) - train) / len(rounds),
-        "seconds_round": sum(r["seconds"] for r in rounds) / len(rounds),
     }  # fmt: skip
 
 
@@ -121,70 +132,49 @@ def data_parallel(steps: int, lr: float) -> dict[str, Any]:
     return found
 
 
-def main(course: bool) -> list[dict[str, Any]]:
+def main(course: bool, resume: bool) -> list[dict[str, Any]]:
     """Measure and publish."""
+    kept = Kept(resume)
     settings = BASE + (COURSE if course else ())
     pairs = sorted({(setting.steps, setting.inner_lr) for setting in settings}, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process with one thread
-        losses = list(pool.map(lambda pair: data_parallel(*pair)["loss"], pairs))
-    baseline = dict(zip(pairs, losses, strict=True))
+        losses = pool.map(
+            lambda pair: kept.get(f"data-parallel {pair}", lambda: data_parallel(*pair)), pairs
+        )
+        baseline = dict(zip(pairs, losses, strict=True))
     rows = []
     for setting in settings:
-        rows.append(diloco(setting) | {"data_parallel": baseline[setting.steps, setting.inner_lr]})
-        print(json.dumps(rows[-1]), flush=True)
+        found = kept.get(json.dumps(asdict(setting)), partial(diloco, setting))
+        pair = setting.steps, setting.inner_lr
+        rows.append(asdict(setting) | found | {"data_parallel": baseline[pair]["loss"]})
     render(rows)
     return rows
 
 
 def render(rows: list[dict[str, Any]]) -> None:
-    """Publish the rows as two tables."""
-    losses = [
+    """Publish the rows as a table."""
+    cells = [
         [
-            row["setting"], f"{row['lr']:g}", row["steps"], row["H"], row["loss"],
+            row["name"], f"{row['inner_lr']:g}", row["steps"], row["inner_steps"], row["loss"],
             row["data_parallel"], 100 * (row["loss"] / row["data_parallel"] - 1),
             row["up"] / 1e6, row["down"] / 1e6,
             (row["up"] + row["down"]) / (2 * row["fp32_fedavg"]),
         ]
         for row in rows
     ]  # fmt: skip
-    times = [
-        [row["setting"], f"{row['lr']:g}", row["steps"], row["H"], row["wall"],
-         row["seconds_round"], row["outside"]]
-        for row in rows
+    headings = [
+        "DiLoCo", "inner lr", "steps a site", "H", "held-out loss", "data-parallel", "gap, %",
+        "MB up", "MB down", "of fp32 FedAvg's bytes",
     ]  # fmt: skip
-    start = rows[0]["start"]
     text = (
         "gpt2-nano (1.3 M parameters), four sites with one corpus each, 1024 tokens a step and "
-        f"site, inner AdamW with a cosine schedule, H local steps a round; the loss starts at "
-        f"{start:.2f}. Losses are held-out, over all four corpora; both see the same tokens under "
-        "the same inner learning rate. Bytes are payload of all sites; fp32 FedAvg sends every "
-        "weight in fp32 both ways every round.\n\n"
+        "site, inner AdamW with a cosine schedule, H local steps a round; the loss starts at "
+        f"{rows[0]['start']:.2f}. Losses are held-out, over all four corpora; both see the same "
+        "tokens under the same inner learning rate. Bytes are payload of all sites; fp32 FedAvg "
+        "sends every weight in fp32 both ways every round.\n\n" + table(headings, cells)
     )
-    text += (
-        table(
-            [
-                "DiLoCo",
-                "inner lr",
-                "steps a site",
-                "H",
-                "held-out loss",
-                "data-parallel",
-                "gap, %",
-                "MB up",
-                "MB down",
-                "of fp32 FedAvg's bytes",
-            ],
-            losses,
-        )
-        + "\n\nTime on this machine, where as many sites train at a time as there are cores:\n\n"
-    )
-    text += table(
-        ["DiLoCo", "inner lr", "steps a site", "H", "wall, s", "a round, s",
-         "of it outside training, s"],
-        times,
-    )  # fmt: skip
     publish("convergence", "DiLoCo against data-parallel training with the same tokens", text, rows)
 
 
 if __name__ == "__main__":
-    main("--short" not in sys.argv)
+    main("--short" not in sys.argv, "--resume" in sys.argv)

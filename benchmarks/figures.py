@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,6 @@ def publish(name: str, title: str, text: str, figures: Any) -> None:
 
 def run_python(code: str, *arguments: str, **environment: str) -> Any:
     """Run ``code`` in a new interpreter with one thread; return the JSON it prints last."""
-    import subprocess
-
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=REPO, capture_output=True, text=True, check=False,
@@ -54,3 +53,20 @@ def run_python(code: str, *arguments: str, **environment: str) -> Any:
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def simulate(folder: Path, sites: int, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Run ``apps/diloco`` as people do, in simulation, with these keys; return its metrics.
+
+    ``values`` holds ``run-name`` and ``run-dir`` too; the latter is ``folder``.
+    """
+    config = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
+    subprocess.run(
+        [
+            str(Path(sys.executable).with_name("flower-geo")), "run", str(REPO / "apps/diloco"),
+            "--sites", str(sites), "--plain", "--run-config", config,
+        ],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    lines = (folder / str(values["run-name"]) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

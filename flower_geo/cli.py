@@ -198,6 +198,87 @@ def config(
 
 
 @app.command()
+def codec(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Weights or updates, safetensors.")],
+    spec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Codec, such as 'int8(block=256)'; give it again for more. Without one: several.",
+            show_default=False,
+        ),
+    ] = None,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="A row for each tensor, as with one --spec.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out tensors whose name does not match, such as '*.weight'."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
+) -> None:
+    """Measure what codecs make of the tensors of a file: size, error and speed on this machine.
+
+    The ratio is to fp32, and so are the MB of the speeds. "rel. L2" is the norm of
+    what coding changed over that of the values, "worst" the largest absolute error
+    of a value, both before error feedback sends later what was lost.
+    """
+    from flower_geo.compression import codec as read_codec
+    from flower_geo.compression.measure import DEFAULT_SPECS, measure_file, total
+    from flower_geo.errors import CodecSpecError
+
+    try:
+        codecs = [read_codec(text) for text in spec or DEFAULT_SPECS]
+    except CodecSpecError as error:
+        raise ConfigError(f"--spec: {error}") from None
+    rows = []
+    for measured in measure_file(file, codecs, only or (), threads):
+        sum_ = total(measured)
+        if tensors or len(codecs) == 1:
+            rows += [(one.tensor if len(codecs) == 1 else f"{one.spec}  {one.tensor}", one)
+                     for one in measured]  # fmt: skip
+        rows.append(("all" if len(codecs) == 1 else sum_.spec, sum_))
+    title = (
+        f"{sum_.values:,} values in {len(measured):,} tensors, {4e-6 * sum_.values:,.2f} MB fp32"
+    )
+    _print_table(
+        title + (f", {sum_.spec}" if len(codecs) == 1 else ""),
+        ("tensor" if len(codecs) == 1 else "codec", "ratio", "bits/value", "rel. L2", "worst",
+         "enc MB/s", "dec MB/s"),
+        [
+            (name, f"{m.ratio:.2f}", f"{m.bits:.3f}", f"{m.relative_error:.3g}", f"{m.worst:.3g}",
+             f"{m.encode_speed:,.0f}", f"{m.decode_speed:,.0f}")
+            for name, m in rows
+        ],
+    )  # fmt: skip
+
+
+def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal; elsewhere whole lines in columns, whatever their width."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    if console.is_terminal:
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+        table.add_column(heads[0], overflow="fold")
+        for head in heads[1:]:
+            table.add_column(head, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(escape(cell) for cell in row))
+        console.print(table)
+        return
+    lines = [heads, *rows]
+    widths = [max(len(line[number]) for line in lines) for number in range(len(heads))]
+    print(title)
+    for line in lines:
+        first, *others = (cell.ljust(widths[0]) if not n else cell.rjust(widths[n])
+                          for n, cell in enumerate(line))  # fmt: skip
+        print("  ".join([first, *others]))
+
+
+@app.command()
 def doctor(
     model: Annotated[
         str, typer.Option(help="Named shape, local folder or hub name.")

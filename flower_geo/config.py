@@ -122,11 +122,28 @@ class CommonConfig(BaseModel):
     keep_optimizer: bool = Field(True, description="inner optimizer lives on over rounds")
 
     # -- the wire -------------------------------------------------------------
-    codec_up: str = Field("int8(block=256)", description="codec of the sites' updates")
-    codec_down: str = Field("int8(block=256)", description="codec of the broadcasts")
+    codec_up: str = Field(
+        "int8(block=256)", description="codec of the sites' updates; 'adaptive' = by site"
+    )
+    codec_down: str = Field(
+        "int8(block=256)", description="codec of the broadcasts; 'adaptive' = by round"
+    )
+    codec_ladder: str = Field(
+        "bf16 > int8(block=256) > int4(block=64) > topk(density=0.05,chunk=4096)|int4(block=64)",
+        description="what 'adaptive' chooses from, least compressed first",
+    )
+    comm_target: str = Field(
+        "20%", description="for 'adaptive': seconds a round may send, or a share of its time"
+    )
+    downlink_quantile: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of slow sites that 'adaptive' broadcasts do not wait for"
+    )
     error_feedback: bool = Field(True, description="send later what coding an update lost")
     feedback_decay: Annotated[float, Field(ge=0, le=1)] = Field(
         1.0, description="share of that carried on; 1 loses nothing"
+    )
+    feedback_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="bf16 halves its memory, rounded stochastically"
     )
 
     # -- rounds ---------------------------------------------------------------
@@ -181,6 +198,18 @@ class CommonConfig(BaseModel):
                 raise ValueError("must be 'all', a count of 1 or more, or a fraction below 1")
         return text
 
+    @field_validator("comm_target", mode="before")
+    @classmethod
+    def _comm_target(cls, value: object) -> str:
+        text = str(value).strip()
+        try:
+            number = float(text.removesuffix("%"))
+        except ValueError:
+            number = 0.0
+        if isinstance(value, bool) or not 0 < number < (100 if text.endswith("%") else 1e6):
+            raise ValueError("must be seconds such as '10', or a share below 100% such as '20%'")
+        return text
+
     @model_validator(mode="after")
     def _together(self) -> CommonConfig:
         if self.warmup_steps > self.total_steps:
@@ -223,9 +252,10 @@ class CommonConfig(BaseModel):
 TRAINING_KEYS = frozenset(
     {
         "batch-size", "clip-norm", "codec-up", "data", "error-feedback", "eval-tokens",
-        "feedback-decay", "grad-accum", "inner-lr", "inner-optimizer", "inner-seconds",
-        "inner-steps", "keep-optimizer", "min-lr-ratio", "model", "precision", "schedule",
-        "seed", "seq-len", "threads", "tokenizer", "warmup-steps", "weight-by", "weight-decay",
+        "feedback-decay", "feedback-dtype", "grad-accum", "inner-lr", "inner-optimizer",
+        "inner-seconds", "inner-steps", "keep-optimizer", "min-lr-ratio", "model", "precision",
+        "schedule", "seed", "seq-len", "threads", "tokenizer", "warmup-steps", "weight-by",
+        "weight-decay",
     }
 )  # fmt: skip
 

@@ -16,10 +16,10 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flower_geo.config import check_name
 from flower_geo.errors import ConfigError, ReplyRefused
 
-__all__ = ["PROTOCOL", "Reply", "Request", "one_line"]
+__all__ = ["PROTOCOL", "Reply", "Request", "UpdateKind", "one_line"]
 
-#: Raised by one whenever an older site could not understand a newer coordinator.
-PROTOCOL = 1
+#: Raised by one whenever an older side could not understand a newer one.
+PROTOCOL = 2
 
 PayloadKind = Literal["none", "deltas", "snapshot"]
 Status = Literal["done", "need", "refused"]
@@ -136,6 +136,9 @@ class Reply:
         kind: what ``arrays`` holds.
         held_version, held_hash: the newest base at the site.
         data: what the site trains on, for people.
+        at_work: seconds this very request kept the site's process; what is left of
+            the round trip was spent on the way.  No part of what is answered: the
+            same reply given again from the cache takes another time.
         metrics: numbers; see ``flower_geo.site``.
     """
 
@@ -153,6 +156,7 @@ class Reply:
     tokenizer_hash: str = ""
     data: str = ""
     codec: str = ""
+    at_work: float = field(default=0.0, compare=False)
     protocol: int = PROTOCOL
     metrics: dict[str, float] = field(default_factory=dict)
     arrays: ArrayRecord | None = None

@@ -21,6 +21,7 @@ from flower_geo.aggregation import Contribution
 from flower_geo.compression import codec, pack
 from flower_geo.config import CommonConfig
 from flower_geo.errors import FlowerGeoError, NotEnoughSites
+from flower_geo.strategies.links import check_codecs
 from flower_geo.strategies.session import RunSession
 
 __all__ = ["GeoStrategy"]
@@ -37,7 +38,7 @@ class GeoStrategy(Strategy):
 
     def __init__(self, config: CommonConfig) -> None:
         # Both are read before anything starts, so that a typo ends at once.
-        codec(config.codec_up), codec(config.codec_down)
+        check_codecs(config)
         self.config = config
 
     # -- what a strategy defines ----------------------------------------------

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
 from flower_geo.aggregation import Contribution
-from flower_geo.compression import Broadcaster, codec, content_hash, unpack
+from flower_geo.compression import Broadcaster, content_hash, unpack
 from flower_geo.config import TRAINING_KEYS, CommonConfig
 from flower_geo.errors import CheckpointCorrupt, FlowerGeoError, ReplyRefused, ResumeMismatch
 from flower_geo.messages import Reply, Request
@@ -28,6 +28,7 @@ from flower_geo.resilience import (
     Screen,
     SiteRecord,
 )
+from flower_geo.strategies.links import Links, TimedExchange
 from flower_geo.strategies.model import RunModel
 
 __all__ = ["RunSession"]
@@ -56,7 +57,9 @@ class RunSession:
         self.model = RunModel(config)
         self.log = MetricsLog(folder.metrics_path)
         self.writer = BackgroundWriter()
-        self.exchange = Exchange(grid)
+        # Where no codec is to be chosen, nothing is measured.
+        adaptive = Links.wanted(config)
+        self.exchange = TimedExchange(grid, self._greeted) if adaptive else Exchange(grid)
         self.membership = Membership()
         self.screen = Screen(config.max_norm_factor)
         self.engine = RoundEngine(
@@ -64,6 +67,7 @@ class RunSession:
             self.emit, self._check_hello,
         )  # fmt: skip
         self.broadcaster: Broadcaster
+        self.links = Links(config, {})
         self.done = 0
         self.train_metrics: dict[str, float] = {}
         self.evaluated: tuple[int, float] | None = None
@@ -91,7 +95,10 @@ class RunSession:
 
     def emit(self, event: str, /, **values: Any) -> None:
         """Write one event to the metrics log."""
-        self.log.append(event=event, **values)
+        self.log.append(event=event, **self.links.note(event, values))
+
+    def _greeted(self, records: RecordDict, seconds: float) -> None:
+        self.links.greeted(records, seconds)
 
     # -- begin ----------------------------------------------------------------
 
@@ -102,7 +109,6 @@ class RunSession:
         outer_state: Callable[[], dict[str, Tensor]],
     ) -> None:
         """Go on from the newest whole checkpoint, or commit the initial model as round 0."""
-        down = codec(self.config.codec_down)
         found = self.folder.checkpoints.newest()
         if found is None:
             lost = self.folder.journal.last_round()
@@ -112,12 +118,17 @@ class RunSession:
                     f"checkpoints can be read ({self.folder.checkpoints.folder}); restore one, "
                     "or choose another run-name"
                 )
-            self.broadcaster = Broadcaster(down, unpack(initial_arrays), window=WINDOW)
+            initial = unpack(initial_arrays)
+            self.links = Links(self.config, _shapes(initial))
+            self.broadcaster = Broadcaster(self.links.down(), initial, window=WINDOW, own=True)
             self._write(0, outer_state(), {"what": "begin", "round": 0})
         else:
             self._check_schema(found.tensors["master"], initial_arrays)
+            self.links = Links(
+                self.config, _shapes(found.tensors["master"]), found.state.get("links")
+            )
             self.broadcaster = Broadcaster.restore(
-                down, found.tensors["master"], found.tensors["shadow"],
+                self.links.down(), found.tensors["master"], found.tensors["shadow"],
                 found.tensors.get("deltas", {}), found.state["broadcast"],
             )  # fmt: skip
             load_outer(found.tensors.get("outer", {}))
@@ -162,12 +173,13 @@ class RunSession:
     # -- requests -------------------------------------------------------------
 
     def _request(self, record: SiteRecord | None, **values: Any) -> Request:
-        public = self.config.public()
+        seen = self.links.config_for(record)
+        public = seen.public()
         config = {key: public[key] for key in sorted(TRAINING_KEYS | {"rounds"})}
         common: dict[str, Any] = {
             "run_name": self.config.run_name, "run_uid": self.folder.uid,
             "incarnation": self.folder.incarnation, "version": self.broadcaster.version,
-            "base_hash": self.broadcaster.hash, "fingerprint": self.config.fingerprint(),
+            "base_hash": self.broadcaster.hash, "fingerprint": seen.fingerprint(),
             "config": config,
         }  # fmt: skip
         if record is not None:
@@ -237,7 +249,8 @@ class RunSession:
         waited = time.monotonic()
         self.writer.wait()
         seconds_commit = time.monotonic() - waited
-        self.broadcaster.advance(following)
+        self.links.settle(outcome, lambda: self.membership.online(self.exchange.nodes()))
+        self.broadcaster.advance(following, codec=self.links.down(), own=True)
         self.done += 1
         for reply in outcome.replies:
             record = self.membership.sites[reply.meta.site]
@@ -277,6 +290,7 @@ class RunSession:
         state = {
             "sites": self.membership.state(), "norms": list(self.screen.norms),
             "broadcast": broadcast, "journal": entry, "config": self.config.public(),
+            "links": self.links.state(),
         }  # fmt: skip
         master = self.broadcaster.master
 
@@ -372,6 +386,10 @@ class RunSession:
             model_dir=str(self.folder.path / "model"), run_dir=str(self.folder.path),
         )  # fmt: skip
         write_report(self.folder.path)
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _policy(config: CommonConfig) -> RoundPolicy:

@@ -32,7 +32,10 @@ GROUPS = {
         "threads", "keep_optimizer",
     ),
     "The outer step": ("outer_lr", "outer_momentum", "outer_nesterov", "weight_by"),
-    "The wire": ("codec_up", "codec_down", "error_feedback", "feedback_decay"),
+    "The wire": (
+        "codec_up", "codec_down", "codec_ladder", "comm_target", "downlink_quantile",
+        "error_feedback", "feedback_decay", "feedback_dtype",
+    ),
     "Rounds and faults": (
         "quorum", "deadline", "min_sites", "wait_for_sites", "strict_start", "max_staleness",
         "max_retries", "max_norm_factor", "checkpoint_keep",
@@ -66,7 +69,8 @@ def table(app: str = "diloco") -> str:
 
 def _value(default: object) -> str:
     text = str(default).lower() if isinstance(default, bool) else str(default)
-    return f"`{text}`"
+    # A bar ends a cell, within code too.
+    return f"`{text}`".replace("|", "\\|")
 
 
 def _about(field: object) -> str:

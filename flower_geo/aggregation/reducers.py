@@ -1,7 +1,7 @@
 """Streaming reductions: tensor by tensor, contributions read from where they lie.
 
-Memory is a few tensors whatever the number of contributions: each blob is
-decoded straight into one fp64 accumulator and forgotten.
+Memory is a few tensors a thread whatever the number of contributions: each blob
+is decoded straight into one fp64 accumulator and forgotten.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flower_geo.compression import Codec
+from flower_geo.compression.parallel import SMALL, in_order, thread_count
 from flower_geo.errors import RoundError
 
 __all__ = [
@@ -57,6 +58,7 @@ def weighted_mean(
     base: Mapping[str, Tensor],
     contributions: Sequence[Contribution],
     names: Iterable[str] | None = None,
+    threads: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name, mean of the local weights)``, one tensor at a time.
 
@@ -70,6 +72,8 @@ def weighted_mean(
         base: fp32 tensors the contributions were trained from.
         contributions: at least one.
         names: tensors to reduce; all of ``base`` by default.
+        threads: tensors reduced at a time (see ``parallel.thread_count``); the
+            sums are the same for any number.
 
     Returns:
         fp64 tensors of the base's shapes.
@@ -84,7 +88,8 @@ def weighted_mean(
         for part, contribution in zip(parts, contributions, strict=True)
         if contribution.kind == "delta"
     )
-    for name in base if names is None else names:
+
+    def mean(name: str) -> tuple[str, Tensor]:
         start = base[name]
         total = torch.zeros(start.shape, dtype=torch.float64)
         if deltas:
@@ -92,4 +97,9 @@ def weighted_mean(
         for part, contribution in zip(parts, contributions, strict=True):
             sign = -1.0 if contribution.kind == "delta" else 1.0
             Codec.add_into(contribution.blob(name), total, sign * part)
-        yield name, total
+        return name, total
+
+    wanted = list(base if names is None else names)
+    values = len(parts) * sum(base[name].numel() for name in wanted)
+    count = 1 if values < SMALL else thread_count(threads)
+    yield from in_order(mean, wanted, count, ahead=count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flower_geo.compression.codec import BlobInfo, Codec
 from flower_geo.compression.feedback import ErrorFeedback
+from flower_geo.compression.mod import compression_mod
 from flower_geo.compression.records import (
     content_hash,
     pack,
@@ -15,15 +16,18 @@ from flower_geo.compression.records import (
 )
 from flower_geo.compression.spec import codec, register
 from flower_geo.compression.versions import Broadcaster, Offer, Replica
+from flower_geo.compression.wrapper import CompressedStrategy
 
 __all__ = [
     "BlobInfo",
     "Broadcaster",
     "Codec",
+    "CompressedStrategy",
     "ErrorFeedback",
     "Offer",
     "Replica",
     "codec",
+    "compression_mod",
     "content_hash",
     "pack",
     "record_blobs",

@@ -4,8 +4,10 @@
     | spec, ASCII | dimensions, u64 each | payload
 
 All integers little-endian.  The size of a payload follows from the spec and the
-shape alone, so a decoder compares lengths before it allocates; nothing in a
-blob is ever trusted to say how large something is.
+shape alone, and so do the bounds of a packed one (zstd), so a decoder compares
+lengths before it allocates; nothing in a blob is ever trusted to say how large
+something is.  Where values cost nothing, zeros fill a payload up to a byte for
+every 4096 values, and so even a decoder that is told no shape has a bound.
 """
 
 from __future__ import annotations
@@ -13,19 +15,24 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flower_geo.compression.quantize import FP32, ValueCodec
+from flower_geo.compression.buffers import blank
+from flower_geo.compression.floats import FP32, AddsTo, Floats, ValueCodec, Writes, finite
+from flower_geo.compression.lossless import Packer, Section, sections_of
+from flower_geo.compression.randk import Drawn
 from flower_geo.compression.sparsify import Selection
 from flower_geo.errors import CodecError, CodecSpecError, CorruptPayload, NonFiniteTensor
 
 __all__ = ["BlobInfo", "Codec"]
+
+Bytes = NDArray[np.uint8]
 
 MAGIC = b"GEO\x01"
 _FIXED = struct.Struct("<4sIBBB")
@@ -35,8 +42,8 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 #: Dimensions and values no tensor of a model exceeds.
 MAX_DIMENSIONS, MAX_VALUES = 16, 2**40
-#: Values a payload byte may stand for where the receiver states no shape: zeros
-#: that top-k leaves out cost nothing to claim.
+#: Values a payload byte may stand for: those a selection leaves out and runs of
+#: zeros under zstd would cost nothing to claim.
 MAX_VALUES_PER_BYTE = 4096
 
 
@@ -59,20 +66,23 @@ class BlobInfo:
 
 @dataclass(frozen=True)
 class Codec:
-    """A chain: optionally keep the largest values, then code the values.
+    """A chain: optionally select values, code them, optionally pack the bytes.
 
     Attributes:
         values: the value codec.
         sparse: the selection before it, if any.
+        packer: the lossless stage after it, if any.
     """
 
     values: ValueCodec
-    sparse: Selection | None = None
+    sparse: Selection | Drawn | None = None
+    packer: Packer | None = None
 
     @property
     def spec(self) -> str:
         """The canonical spec string."""
-        return self.values.spec if self.sparse is None else f"{self.sparse.spec}|{self.values.spec}"
+        stages = (self.sparse, self.values, self.packer)
+        return "|".join(stage.spec for stage in stages if stage is not None)
 
     @property
     def lossless(self) -> bool:
@@ -84,51 +94,115 @@ class Codec:
         return self
 
     def payload_size(self, count: int) -> int:
-        """Exact payload bytes for ``count`` values."""
+        """Exact payload bytes for ``count`` values; before packing, if there is a packer."""
+        return max(self._plain_size(count), _floor(count))
+
+    def _plain_size(self, count: int) -> int:
+        """Payload bytes before packing and filling up."""
         if self.sparse is None:
             return self.values.size(count)
         return self.sparse.index_size(count) + self.values.size(self.sparse.kept(count))
+
+    def _sections(self, count: int) -> list[Section]:
+        if self.sparse is None:
+            return sections_of(self.values, count)
+        head = (self.sparse.index_size(count), 1)
+        return [head, *sections_of(self.values, self.sparse.kept(count))]
 
     def encode(self, tensor: Tensor, name: str = "") -> bytes:
         """Encode a floating-point tensor of any shape, strides or device.
 
         A tensor that this codec would make larger than raw fp32 is stored as
-        raw fp32 instead; the blob's own spec says so.
+        raw fp32 instead, one that packing makes no smaller is not packed; the
+        blob's own spec says so.
 
         Args:
             tensor: fp32, bf16, fp16 or fp64 (which is rounded to fp32).
             name: named in errors.
 
         Raises:
-            NonFiniteTensor: it holds NaN or infinity.
-            CodecError: it is not of floating point.
+            NonFiniteTensor: it holds NaN or infinity, or would after scaling.
+            CodecError: it is not of floating point, or not dense.
         """
+        what = f"tensor {name or 'to encode'}"
         if tensor.dtype not in _CODES:
             raise CodecError(
-                f"tensor {name or 'to encode'} is {tensor.dtype}, not floating point; "
+                f"{what} is {tensor.dtype}, not floating point; "
                 "only parameters, activations and their gradients are sent"
             )
+        if tensor.layout != torch.strided or tensor.is_meta:
+            kind = "on the meta device" if tensor.is_meta else str(tensor.layout)
+            raise CodecError(f"{what} is {kind}; only dense tensors with values can be sent")
         source, shape = tensor.dtype, tuple(tensor.shape)
         if len(shape) > MAX_DIMENSIONS:
             raise CodecError(
-                f"tensor {name or 'to encode'} has {len(shape)} dimensions; "
-                f"reshape it to at most {MAX_DIMENSIONS}"
+                f"{what} has {len(shape)} dimensions; reshape it to at most {MAX_DIMENSIONS}"
             )
-        flat = tensor.detach().to("cpu", torch.float32).contiguous().view(-1).numpy()
-        if not np.isfinite(flat).all():
-            raise NonFiniteTensor(
-                f"tensor {name or 'to encode'} holds NaN or infinity; it is not sent"
-            )
-        chosen = self
-        if self.payload_size(flat.size) >= 4 * flat.size:
-            chosen = Codec(FP32())
-        return _assemble(chosen.spec, shape, source, chosen._payload(flat))
+        dense = tensor.detach().to("cpu", torch.float32).resolve_neg().contiguous()
+        flat: Floats = dense.view(-1).numpy()
+        count = flat.size
+        chosen, raw = replace(self, packer=None), Codec(FP32())
+        if chosen.payload_size(count) + len(chosen.spec) >= 4 * count + len(raw.spec):
+            chosen = raw
+        try:
+            if self.packer is None:
+                blob = _Draft(chosen.spec, shape, source, chosen.payload_size(count))
+                chosen._write(flat, blob.payload[: chosen._plain_size(count)])
+            else:
+                blob = chosen._packed(self.packer, flat, shape, source)
+        except NonFiniteTensor as error:
+            raise NonFiniteTensor(f"{what} {error}; it is not sent") from None
+        return blob.sealed()
 
-    def _payload(self, flat: NDArray[np.float32]) -> bytes:
-        if self.sparse is None:
-            return self.values.encode(flat)
-        indices = self.sparse.select(flat)
-        return self.sparse.pack(indices, flat.size) + self.values.encode(flat[indices])
+    def _write(self, flat: Floats, out: Bytes) -> None:
+        """Fill ``out``, of :meth:`_plain_size`; ``NonFiniteTensor`` names no tensor."""
+        if self.sparse is not None:
+            if not finite(flat):
+                raise NonFiniteTensor("holds NaN or infinity")
+            if isinstance(self.sparse, Drawn):
+                head, _, flat = self.sparse.draw(flat)
+                if not finite(flat):
+                    raise NonFiniteTensor(f"exceeds fp32 when {self.sparse.spec} scales it")
+            else:
+                indices = self.sparse.select(flat)
+                head, flat = self.sparse.pack(indices, flat.size), flat[indices]
+            out[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+            out = out[len(head) :]
+        if isinstance(self.values, Writes):
+            if not self.values.write(flat, out):
+                raise NonFiniteTensor("holds NaN or infinity")
+            return
+        if self.sparse is None and not finite(flat):
+            raise NonFiniteTensor("holds NaN or infinity")
+        payload = self.values.encode(flat)
+        if len(payload) != out.size:
+            raise CodecError(
+                f"{self.values.spec} made {len(payload)} bytes of {flat.size} values and its "
+                f"size() says {out.size}"
+            )
+        out[:] = np.frombuffer(payload, dtype=np.uint8)
+
+    def _packed(
+        self, packer: Packer, flat: Floats, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> _Draft:
+        """With ``packer`` at the end where that makes a shorter blob, else without."""
+        if self.sparse is None and isinstance(self.values, FP32):  # spares a copy
+            plain = flat.astype("<f4", copy=False).view(np.uint8)
+            if not finite(flat):
+                raise NonFiniteTensor("holds NaN or infinity")
+        else:
+            plain = np.empty(self._plain_size(flat.size), dtype=np.uint8)
+            self._write(flat, plain)
+        chosen, size = replace(self, packer=packer), self.payload_size(flat.size)
+        parts = packer.pack(plain.data, self._sections(flat.size))
+        packed = max(sum(map(len, parts)), _floor(flat.size))
+        if packed + len(chosen.spec) < size + len(self.spec) and packed < plain.size:
+            blob = _Draft(chosen.spec, shape, dtype, packed)
+            blob.fill(parts)
+        else:
+            blob = _Draft(self.spec, shape, dtype, size)
+            blob.fill([plain.data])
+        return blob
 
     @staticmethod
     def inspect(blob: bytes | memoryview) -> BlobInfo:
@@ -151,19 +225,16 @@ class Codec:
             blob: what :meth:`encode` gave.
             dtype: dtype of the result.
             shape: refuse any other shape, before anything is allocated.  Without
-                it, a blob that claims more than 4096 values a byte is refused.
+                it, a blob of n bytes can claim no more than 4096 n values.
 
         Raises:
             CorruptPayload: the blob is damaged or hostile, or of another shape.
         """
         info, codec, payload = _open(blob, shape)
         count = math.prod(info.shape)
-        if shape is None and count > MAX_VALUES_PER_BYTE * len(payload):
-            raise CorruptPayload(
-                f"a blob claims {count} values in {len(payload)} bytes; say which shape it has"
-            )
+        plain = codec._plain(payload, count)
         out = (np.empty if codec.sparse is None else np.zeros)(count, dtype=np.float32)
-        for where, values in codec._runs(payload, count):
+        for where, values in codec._runs(plain, count):
             out[where] = values
         return torch.from_numpy(out).view(info.shape).to(dtype)
 
@@ -191,36 +262,73 @@ class Codec:
             )
         _, codec, payload = _open(blob, tuple(out.shape))
         flat = out.detach().view(-1)
-        for where, values in codec._runs(payload, flat.numel()):
-            # A copy: torch takes no read-only array, and a view would be one.
-            piece = torch.from_numpy(np.array(values)).to(out.dtype)
+        plain = codec._plain(payload, flat.numel())
+        if codec.sparse is None and isinstance(codec.values, AddsTo):
+            codec.values.add_to(plain, flat.numel(), flat, weight)
+            return
+        for where, values in codec._runs(plain, flat.numel()):
+            # A copy where it is needed: torch takes no read-only array.
+            piece = torch.from_numpy(np.require(values, requirements=["C", "W"])).to(out.dtype)
             if isinstance(where, slice):
                 flat[where].add_(piece, alpha=weight)
             else:
                 flat.index_add_(0, torch.from_numpy(where), piece, alpha=weight)
 
+    def _plain(self, payload: memoryview, count: int) -> memoryview:
+        """The payload without packing and filling."""
+        plain, used = payload, self._plain_size(count)
+        if self.packer is not None:
+            plain, used = self.packer.unpack(payload, self._sections(count))
+        if len(payload) != max(used, _floor(count)) or bytes(payload[used:]).strip(b"\0"):
+            raise CorruptPayload(f"a blob under {self.spec} has bytes after its payload")
+        return plain[: self._plain_size(count)]
+
     def _runs(
-        self, payload: memoryview, count: int
-    ) -> Iterator[tuple[slice | NDArray[np.int64], NDArray[np.float32]]]:
+        self, plain: memoryview, count: int
+    ) -> Iterator[tuple[slice | NDArray[np.int64], Floats]]:
         """Yield (where, finite values) over the flat tensor; zeros are left out."""
         split, indices = 0, None
         if self.sparse is not None:
             split = self.sparse.index_size(count)
-            indices = self.sparse.unpack(payload[:split], count)
+            indices = self.sparse.unpack(plain[:split], count)
             count = indices.size
-        for start, values in self.values.pieces(payload[split:], count):
-            if not np.isfinite(values).all():
+        for start, values in self.values.pieces(plain[split:], count):
+            if not finite(values):
                 raise CorruptPayload("a blob decodes to NaN or infinity")
             where = slice(start, start + values.size)
             yield where if indices is None else indices[where], values
 
 
-def _assemble(spec: str, shape: tuple[int, ...], dtype: torch.dtype, payload: bytes) -> bytes:
-    name = spec.encode("ascii")
-    head = struct.pack("<BBB", _CODES[dtype], len(shape), len(name)) + name
-    head += struct.pack(f"<{len(shape)}Q", *shape)
-    checksum = zlib.crc32(payload, zlib.crc32(head))
-    return b"".join((MAGIC, struct.pack("<I", checksum), head, payload))
+class _Draft:
+    """A blob whose payload is still to be written, in place."""
+
+    def __init__(self, spec: str, shape: tuple[int, ...], dtype: torch.dtype, size: int) -> None:
+        name = spec.encode("ascii")
+        head = _FIXED.pack(MAGIC, 0, _CODES[dtype], len(shape), len(name)) + name
+        head += struct.pack(f"<{len(shape)}Q", *shape)
+        self._owner, self._all = blank(len(head) + size)
+        self._all[: len(head)] = np.frombuffer(head, dtype=np.uint8)
+        #: All zeros.
+        self.payload: Bytes = self._all[len(head) :]
+
+    def fill(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Write parts one after another."""
+        start = 0
+        for part in parts:
+            self.payload[start : start + len(part)] = np.frombuffer(part, dtype=np.uint8)
+            start += len(part)
+
+    def sealed(self) -> bytes:
+        """The blob, under its checksum."""
+        checksum = struct.pack("<I", zlib.crc32(self._all[8:].data))
+        self._all[4:8] = np.frombuffer(checksum, dtype=np.uint8)
+        del self._all, self.payload  # with a view left, the bytes would be a copy
+        return self._owner.getvalue()
+
+
+def _floor(count: int) -> int:
+    """Bytes that a payload of ``count`` values has at least."""
+    return -(-count // MAX_VALUES_PER_BYTE)
 
 
 def _open(
@@ -251,8 +359,12 @@ def _open(
         codec = chain(text)
     except (UnicodeDecodeError, CodecSpecError):
         raise CorruptPayload("a blob's codec is not known") from None
-    payload = view[end:]
-    if len(payload) != codec.payload_size(count):
+    payload, size = view[end:], codec.payload_size(count)
+    least = size
+    if codec.packer is not None:
+        least = max(codec.packer.fewest(codec._sections(count)), _floor(count))
+        size -= 1  # or it would not have been packed
+    if not least <= len(payload) <= size:
         raise CorruptPayload(
             f"a blob of {count} values under {codec.spec} has {len(payload)} bytes of payload"
         )

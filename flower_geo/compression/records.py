@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flower_geo.compression.codec import MAX_VALUES, Codec
 from flower_geo.compression.feedback import ErrorFeedback
+from flower_geo.compression.parallel import SMALL, in_order
 from flower_geo.compression.quantize import FP32
 from flower_geo.compression.spec import AnyCodec
 from flower_geo.errors import CorruptPayload
@@ -42,7 +43,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def pack(
-    state: Mapping[str, Tensor], codec: AnyCodec, feedback: ErrorFeedback | None = None
+    state: Mapping[str, Tensor],
+    codec: AnyCodec,
+    feedback: ErrorFeedback | None = None,
+    threads: int | None = None,
 ) -> ArrayRecord:
     """Encode tensors into an ``ArrayRecord`` with the same keys in the same order.
 
@@ -50,15 +54,22 @@ def pack(
         state: floating-point tensors.
         codec: a codec or rules by name.
         feedback: adds residuals and stages new ones.
+        threads: tensors encoded at a time (see ``parallel.thread_count``); the
+            blobs are the same for any number.
 
     Raises:
         NonFiniteTensor: a tensor holds NaN or infinity.
     """
+
+    def encode(name: str) -> bytes:
+        if feedback is None:
+            return codec.encode(state[name], name)
+        return feedback.encode(name, state[name], codec)
+
+    if sum(tensor.numel() for tensor in state.values()) < SMALL:
+        threads = 1
     record = ArrayRecord()
-    for name, tensor in state.items():
-        blob = (
-            codec.encode(tensor, name) if feedback is None else feedback.encode(name, tensor, codec)
-        )
+    for (name, tensor), blob in zip(state.items(), in_order(encode, state, threads), strict=True):
         record[name] = _array(blob, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     return record
 
@@ -67,28 +78,34 @@ def _array(blob: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
     return Array(dtype, shape, STYPE, blob)
 
 
-def unpack(record: ArrayRecord, shapes: Shapes | None = None) -> dict[str, Tensor]:
+def unpack(
+    record: ArrayRecord, shapes: Shapes | None = None, threads: int | None = None
+) -> dict[str, Tensor]:
     """Decode a record to fp32 tensors; plain Flower Arrays are taken too.
 
     Args:
         record: from :func:`pack` or Flower's own.
         shapes: the names and shapes it must have, no more and no fewer.
+        threads: tensors decoded at a time (see ``parallel.thread_count``).
 
     Raises:
         CorruptPayload: a blob is damaged or hostile, or the schema differs.
     """
     _check_names(record, shapes)
-    tensors = {}
-    for name, array in record.items():
+
+    def decode(item: tuple[str, Array]) -> Tensor:
+        name, array = item
         shape = None if shapes is None else tuple(shapes[name])
-        if array.stype == STYPE:
-            try:
-                tensors[name] = Codec.decode(array.data, shape=shape)
-            except CorruptPayload as error:
-                raise CorruptPayload(f"tensor {name}: {error}") from None
-        else:
-            tensors[name] = _plain(name, array, shape)
-    return tensors
+        if array.stype != STYPE:
+            return _plain(name, array, shape)
+        try:
+            return Codec.decode(array.data, shape=shape)
+        except CorruptPayload as error:
+            raise CorruptPayload(f"tensor {name}: {error}") from None
+
+    if record_nbytes(record) < SMALL:
+        threads = 1
+    return dict(zip(record, in_order(decode, record.items(), threads), strict=True))
 
 
 def unpack_blobs(record: ArrayRecord, shapes: Shapes) -> dict[str, bytes]:

@@ -44,17 +44,24 @@ class Selection(Protocol):
 _PIECE = 1 << 17
 
 
-def _marks(rows: NDArray[np.float32], keep: int) -> NDArray[np.bool_]:
-    """Mark the ``keep`` largest of each row, the first of equals."""
+def _largest(rows: NDArray[np.int32], keep: int) -> Indices:
+    """Flat places of the ``keep`` largest of each row, ascending; the first of equals."""
     place = rows.shape[1] - keep
     least = np.partition(rows, place, axis=1)[:, place, None]
-    marks: NDArray[np.bool_] = rows >= least
-    tied = np.flatnonzero(np.count_nonzero(marks, axis=1) > keep)
-    if tied.size:
+    marks = rows >= least
+    found = np.flatnonzero(marks)
+    if found.size > keep * len(rows):
+        tied = np.flatnonzero(np.count_nonzero(marks, axis=1) > keep)
         above, equal = rows[tied] > least[tied], rows[tied] == least[tied]
         room = keep - np.count_nonzero(above, axis=1)
         marks[tied] = above | (equal & (np.cumsum(equal, axis=1) <= room[:, None]))
-    return marks
+        found = np.flatnonzero(marks)
+    return found
+
+
+def _magnitudes(values: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Integers in the order of the magnitudes: fp32 without its sign; they sort faster."""
+    return np.bitwise_and(values.view(np.int32), np.int32(0x7FFFFFFF))
 
 
 @dataclass(frozen=True)
@@ -105,16 +112,18 @@ class TopK:
         Of equal magnitudes those that come first are kept, on every machine.
         """
         whole, keep, rest, last = self._layout(values.size)
-        parts = [np.zeros(0, dtype=np.int64)]
+        out = np.empty(self.kept(values.size), dtype=np.int64)
         step = max(1, _PIECE // self.chunk)
         for row in range(0, whole, step):
             start, stop = row * self.chunk, min(row + step, whole) * self.chunk
-            rows = np.abs(values[start:stop]).reshape(-1, self.chunk)
-            parts.append(np.flatnonzero(_marks(rows, keep)) + start)
+            rows = _magnitudes(values[start:stop]).reshape(-1, self.chunk)
+            here = out[row * keep :][: len(rows) * keep]
+            np.add(_largest(rows, keep), start, out=here)
         if rest:
             start = whole * self.chunk
-            parts.append(np.flatnonzero(_marks(np.abs(values[None, start:]), last)) + start)
-        return np.concatenate(parts)
+            tail = _magnitudes(values[start:]).reshape(1, rest)
+            np.add(_largest(tail, last), start, out=out[whole * keep :])
+        return out
 
     def pack(self, indices: Indices, count: int) -> bytes:
         """Packed indices."""
@@ -132,15 +141,13 @@ class TopK:
         """
         whole, keep, _, last = self._layout(count)
         if self._bitmap:
-            marks = np.unpackbits(
-                np.frombuffer(data, dtype=np.uint8), count=count, bitorder="little"
-            )
-            found = np.flatnonzero(marks)
-            counts = np.bincount(found // self.chunk, minlength=whole + (last > 0))
-            wanted = [keep] * whole + ([last] if last else [])
-            if not np.array_equal(counts, wanted):
+            raw = np.frombuffer(data, dtype=np.uint8)
+            marks = np.unpackbits(raw, count=count, bitorder="little").view(np.bool_)
+            split = whole * self.chunk
+            counts = np.count_nonzero(marks[:split].reshape(whole, self.chunk), axis=1)
+            if bool((counts != keep).any()) or np.count_nonzero(marks[split:]) != last:
                 raise CorruptPayload("a top-k bitmap marks another number of values than it should")
-            return found
+            return np.flatnonzero(marks)
         within = unpack_bits(data, self.kept(count), self._bits).astype(np.int64)
         body, tail = within[: whole * keep].reshape(whole, keep), within[whole * keep :]
         short = count - whole * self.chunk

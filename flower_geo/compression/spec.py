@@ -3,6 +3,8 @@
     spec   = chain | rules
     chain  = stage { "|" stage }
     stage  = name [ "(" key "=" value { "," key "=" value } ")" ]
+             a selection (topk, randk), a value codec, a packer (zstd): at most one
+             of each, in this order; without a value codec, fp32
     rules  = rule { ";" rule }          rule = pattern { "," pattern } "=" chain
 
 A rule's patterns are shell patterns over tensor names; the first rule with a
@@ -22,7 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from flower_geo.compression.codec import Codec
-from flower_geo.compression.quantize import BF16, FP16, FP32, Int, Int2, ValueCodec
+from flower_geo.compression.lossless import Packer, Zstd
+from flower_geo.compression.quantize import BF16, FP16, FP32, INT_KEYS, Int, Int2
+from flower_geo.compression.randk import Drawn, RandK
+from flower_geo.compression.sign import Sign
 from flower_geo.compression.sparsify import Selection, TopK
 from flower_geo.config import nearest
 from flower_geo.errors import CodecSpecError
@@ -41,10 +46,18 @@ class _Stage:
 
 _STAGES: dict[str, _Stage] = {}
 _STAGE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\(([^()]*)\))?")
+#: Kinds of stages in the order of a chain.
+_KINDS = ("selection", "value codec", "packer")
+#: Longest chain, so that it fits a blob's header, and longest set of rules.
+MAX_CHAIN, MAX_RULES = 200, 100_000
 
 
 def register(name: str, make: Maker, keys: dict[str, Any], **defaults: Any) -> None:
-    """Add a stage: a value codec, or a selection that comes before one.
+    """Add a stage: a value codec, a selection that comes before one, or a packer after it.
+
+    What ``make`` returns has the members of ``quantize.ValueCodec``,
+    ``sparsify.Selection`` (or ``randk.Drawn``) or ``lossless.Packer``.  Both ends
+    of a connection must register it; a blob names its codec.
 
     Args:
         name: lower-case name.
@@ -76,6 +89,19 @@ def _share(text: str) -> float:
     if not (math.isfinite(value) and 0 < value <= 1):
         raise ValueError("must be above 0 and at most 1")
     return value
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"must be {' or '.join(words)}")
+        return text
+
+    return read
+
+
+def _yes(text: str) -> bool:
+    return _one_of("true", "false")(text) == "true"
 
 
 @dataclass(frozen=True)
@@ -126,17 +152,19 @@ def codec(spec: str) -> AnyCodec:
         CodecSpecError: it cannot be read; the message names the nearest codec.
     """
     text = spec.strip()
-    if not re.search(r"=(?![^(]*\))", text):
+    if len(text) > MAX_RULES:
+        raise CodecSpecError(f"codec {text[:40]!r}... is too long: {len(text)} characters")
+    if "=" not in re.sub(r"\([^()]*\)", "", text):
         return chain(text)
     rules = []
     for rule in (part.strip() for part in text.split(";")):
-        match = re.fullmatch(r"([^=()|]+?)\s*=\s*(.+)", rule)
-        if not match:
-            raise CodecSpecError(f"codec rule {rule!r} is not of the form 'pattern=codec'")
-        patterns = tuple(part.strip() for part in match[1].split(","))
+        names, _, found = (part.strip() for part in rule.partition("="))
+        if not names or not found or re.search(r"[()|]", names):
+            raise CodecSpecError(f"codec rule {rule[:99]!r} is not of the form 'pattern=codec'")
+        patterns = tuple(part.strip() for part in names.split(","))
         if not all(patterns):
-            raise CodecSpecError(f"codec rule {rule!r} has an empty pattern")
-        rules.append((patterns, chain(match[2].strip())))
+            raise CodecSpecError(f"codec rule {rule[:99]!r} has an empty pattern")
+        rules.append((patterns, chain(found)))
     return Rules(tuple(rules))
 
 
@@ -147,18 +175,44 @@ def chain(spec: str) -> Codec:
     Raises:
         CodecSpecError: a stage is not known, ill-formed, or in a wrong place.
     """
-    if not spec.isascii() or len(spec) > 200:
+    if not spec.isascii() or len(spec) > MAX_CHAIN:
         raise CodecSpecError(f"codec {spec[:40]!r} is no codec spec: it is too long or not ASCII")
-    stages = [_stage(part.strip(), spec) for part in spec.split("|")]
-    sparse = stages[0] if isinstance(stages[0], Selection) else None
-    rest = stages[1:] if sparse is not None else stages
-    values: ValueCodec = rest[0] if rest else FP32()
-    if len(rest) > 1 or isinstance(values, Selection):
+    texts = [part.strip() for part in spec.split("|")]
+    stages = [_stage(text, spec) for text in texts]
+    kinds = [_kind(stage, text) for stage, text in zip(stages, texts, strict=True)]
+    for kind, name in enumerate(_KINDS):
+        if kinds.count(kind) > 1:
+            two = " and ".join(
+                text for text, found in zip(texts, kinds, strict=True) if found == kind
+            )
+            raise CodecSpecError(
+                f"codec {spec[:99]!r}: {two[:99]} are each a {name}; a chain has at most one "
+                "selection, one value codec and one packer"
+            )
+    if kinds != sorted(kinds):
+        right = "|".join(text for _, text in sorted(zip(kinds, texts, strict=True)))
         raise CodecSpecError(
-            f"codec {spec!r}: a chain is a selection (topk), then one value codec, as in "
-            "'topk(density=0.03,chunk=4096)|int8(block=256)'"
+            f"codec {spec!r}: a selection comes first, a packer last: the right order is {right!r}"
         )
-    return Codec(values, sparse)
+    by_kind = dict(zip(kinds, stages, strict=True))
+    made = Codec(by_kind.get(1, FP32()), by_kind.get(0), by_kind.get(2))
+    if not made.spec.isascii() or len(made.spec) > MAX_CHAIN:
+        raise CodecSpecError(f"codec {spec[:40]!r}... is too long when its defaults are written")
+    return made
+
+
+def _kind(stage: Any, text: str) -> int:
+    """Index into ``_KINDS``."""
+    if isinstance(stage, Selection | Drawn):
+        return 0
+    if isinstance(stage, Packer):
+        return 2
+    if all(hasattr(stage, member) for member in ("spec", "lossless", "size", "encode", "pieces")):
+        return 1
+    raise CodecSpecError(
+        f"codec {text!r}: what was registered for it is no stage of a chain; "
+        "it needs the members of ValueCodec, Selection, Drawn or Packer"
+    )
 
 
 def _stage(text: str, spec: str) -> Any:
@@ -200,7 +254,17 @@ _BLOCK = {"block": _integer(8, 1 << 20)}
 register("fp32", FP32, {})
 register("bf16", BF16, {})
 register("fp16", FP16, {})
-register("int8", lambda block: Int(8, block), _BLOCK, block=256)
-register("int4", lambda block: Int(4, block), _BLOCK, block=64)
+_INT = {"round": "nearest", "seed": 0, "scale": "fp32"}
+register("int8", lambda **keys: Int(8, **keys), {**_BLOCK, **INT_KEYS}, block=256, **_INT)
+register("int4", lambda **keys: Int(4, **keys), {**_BLOCK, **INT_KEYS}, block=64, **_INT)
 register("int2", Int2, _BLOCK, block=64)
+register("sign", Sign, {**_BLOCK, "scale": _one_of("bf16", "fp32")}, block=256, scale="bf16")
 register("topk", TopK, {"density": _share, "chunk": _integer(16, 1 << 24)}, chunk=4096)
+register(
+    "randk",
+    RandK,
+    {"density": _share, "seed": _integer(0, 2**63 - 1), "scale": _yes},
+    seed=0,
+    scale=False,
+)
+register("zstd", Zstd, {"level": _integer(1, 19)}, level=3)

@@ -7,6 +7,9 @@ lost stays in ``master - shadow`` and goes out with the next version.  Under a
 lossless codec a version is the weights themselves, because in fp32
 ``shadow + (master - shadow)`` is not always ``master``.
 
+The codec may change from version to version: every delta says in its own header
+what it was coded with, and the shadow does not depend on what came before.
+
 Decoding is fp32 on the CPU, value by value, so all shadows are equal to the
 bit; every message carries a hash that proves it.
 """
@@ -63,18 +66,27 @@ class Broadcaster:
         codec: downlink codec.
         master: fp32 weights of version ``version``.
         window: versions kept as deltas for sites that fall behind.
+        own: the caller never changes these tensors again, so that they need not
+            be copied.
 
     Attributes:
+        codec: codec of the newest version.
         master, shadow: fp32 weights; tensors handed out are never changed.
         version: the newest version.
         hash: content hash of ``shadow``.
     """
 
     def __init__(
-        self, codec: AnyCodec, master: Mapping[str, Tensor], version: int = 0, window: int = 4
+        self,
+        codec: AnyCodec,
+        master: Mapping[str, Tensor],
+        version: int = 0,
+        window: int = 4,
+        *,
+        own: bool = False,
     ) -> None:
         self.codec = codec
-        self.master: dict[str, Tensor] = dict(master)
+        self.master: dict[str, Tensor] = dict(master) if own else _copied(master)
         self.shadow: dict[str, Tensor] = self.master
         self.version = version
         self.window = window
@@ -83,33 +95,47 @@ class Broadcaster:
         self._deltas: dict[int, tuple[str, Blobs]] = {}
         self._snapshot: ArrayRecord | None = None
 
-    def advance(self, new_master: Mapping[str, Tensor]) -> None:
+    def advance(
+        self,
+        new_master: Mapping[str, Tensor],
+        *,
+        codec: AnyCodec | None = None,
+        own: bool = False,
+    ) -> None:
         """Make ``new_master`` the next version.
+
+        Args:
+            new_master: fp32 weights.
+            codec: codec of this version and the next ones; the one before by default.
+            own: the caller never changes these tensors again, so that they need
+                not be copied.
 
         Raises:
             NonFiniteTensor: it holds NaN or infinity; nothing has changed then.
             CodecError: its names, shapes or dtypes differ from the last version's.
         """
         self._check(new_master)
-        if self.codec.lossless:
+        chosen = self.codec if codec is None else codec
+        blobs: Blobs = {}
+        shadow: dict[str, Tensor] = {}
+        if chosen.lossless:
             for name, tensor in new_master.items():
                 if not bool(torch.isfinite(tensor).all()):
                     raise NonFiniteTensor(f"tensor {name} holds NaN or infinity; it is not sent")
-            master = dict(new_master)
-            shadow, blobs = master, None
         else:
-            blobs, shadow = {}, {}
             for name, before in self.shadow.items():
-                blob = self.codec.encode(new_master[name] - before, name)
+                blob = chosen.encode(new_master[name] - before, name)
                 blobs[name] = blob
                 shadow[name] = before + Codec.decode(blob, shape=tuple(before.shape))
-            master = dict(new_master)
+        master = dict(new_master) if own else _copied(new_master)
+        self.codec = chosen
         self.version += 1
-        if blobs is not None:
+        if not chosen.lossless:
             self._deltas[self.version] = (self.hash, blobs)
-            self._deltas.pop(self.version - self.window, None)
-        self.master, self.shadow = master, shadow
-        self.hash = content_hash(shadow)
+        for old in [each for each in self._deltas if each <= self.version - self.window]:
+            del self._deltas[old]
+        self.master, self.shadow = master, master if chosen.lossless else shadow
+        self.hash = content_hash(self.shadow)
         self._snapshot = None
 
     def _check(self, new: Mapping[str, Tensor]) -> None:
@@ -171,12 +197,13 @@ class Broadcaster:
         deltas: Mapping[str, Tensor],
         meta: Mapping[str, Any],
     ) -> Broadcaster:
-        """Inverse of :meth:`state`.
+        """Inverse of :meth:`state`; the tensors given are kept, not copied.
 
         Raises:
             CheckpointCorrupt: the shadow is not the one the state was taken of.
         """
-        made = cls(codec, shadow, int(meta["version"]), int(meta["window"]))
+        # What was read for this is nobody else's.
+        made = cls(codec, shadow, int(meta["version"]), int(meta["window"]), own=True)
         made.master = dict(master)
         if made.hash != meta["hash"]:
             raise CheckpointCorrupt(f"the weights of version {made.version} fail their hash")
@@ -188,8 +215,16 @@ class Broadcaster:
         return made
 
 
+def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
 class Replica:
-    """A site's side: weights of one version, brought forward by what was sent."""
+    """A site's side: weights of one version, brought forward by what was sent.
+
+    The state given is not copied; changed in place, it fails the hash of the
+    next deltas, and a snapshot heals it.
+    """
 
     def __init__(self, state: Mapping[str, Tensor], version: int) -> None:
         self.state: dict[str, Tensor] = dict(state)

@@ -48,7 +48,7 @@ def round_baselines(row: RoundRow, parameters: float) -> tuple[float, float]:
 def compare(run: Run) -> BaselineBytes:
     """Compare the bytes of a run, already summed up, with both baselines."""
     up = sum(row.bytes_up for row in run.rounds)
-    down = sum(row.bytes_down for row in run.rounds)
+    down = sum(row.bytes_down for row in run.rounds) + run.bytes_evaluation
     sent = up + down
     fedavg: float | None = None
     gradients: float | None = None

@@ -90,7 +90,8 @@ def linear_scale(low: float, high: float, ticks: int = 5, *, whole: bool = False
 
     With ``whole`` the ticks are integers and the ends stay where the data ends.
     """
-    if not high > low:
+    # Closer than their own rounding, two values are one.
+    if not high - low > 1e-12 * max(abs(low), abs(high), 1e-300):
         if whole:
             return Scale(low - 0.5, low + 0.5, (low,))
         pad = max(abs(low) * 0.05, 0.5)
@@ -103,7 +104,9 @@ def linear_scale(low: float, high: float, ticks: int = 5, *, whole: bool = False
     first = math.floor(low / step) if not whole else math.ceil(low / step)
     last = math.ceil(high / step) if not whole else math.floor(high / step)
     values = tuple(float(f"{i * step:.12g}") for i in range(first, last + 1))
-    return Scale(low, high, values) if whole else Scale(values[0], values[-1], values)
+    if whole:
+        return Scale(low, high, values)
+    return Scale(min(low, values[0]), max(high, values[-1]), values)
 
 
 def log_scale(low: float, high: float, ticks: int = 6) -> Scale:

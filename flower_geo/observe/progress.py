@@ -131,6 +131,7 @@ class _State:
             "site": self._site,
             "round": self._round,
             "eval": self._eval,
+            "evaluation": self._evaluation,
             "fault": self._fault,
             "end": self._end,
         }.get(str(event.get("event")))
@@ -233,6 +234,9 @@ class _State:
         self.held_out = loss if loss is not None else self.held_out
         after = plural(_whole(event.get("round")) or 0, "round")
         return f"  held-out loss {format_loss(loss)} after {after}"
+
+    def _evaluation(self, event: Mapping[str, Any]) -> None:
+        self.down += number(event.get("bytes_down")) or 0.0
 
     def _fault(self, event: Mapping[str, Any]) -> str:
         words = [printable(event.get("what") or "fault", 100)]

@@ -57,6 +57,11 @@ class SiteRow:
     """Loss of the site's own model at the end of its local steps, by round."""
     status: dict[int, str] = field(default_factory=dict)
     """How each round ended for the site: accepted, late, refused, failed or missing."""
+    codecs: list[str] = field(default_factory=list)
+    """Codecs of the updates, in order, each named where it took over from another."""
+    speed_up: float | None = None
+    speed_down: float | None = None
+    """Newest known speeds of the site's line in bytes a second."""
     not_accepted: dict[str, int] = field(default_factory=dict)
     """Answers that did not count, over all attempts: status -> how many."""
 
@@ -88,6 +93,8 @@ class Run:
     sites: dict[str, SiteRow] = field(default_factory=dict)
     held_out: dict[int, float | None] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    bytes_evaluation: float = 0.0
+    """Sent to sites for an evaluation outside the rounds: the finished model."""
     incarnations: int = 0
     seconds: float | None = None
     """Wall time during which a coordinator was running."""
@@ -168,6 +175,7 @@ class _Builder:
         self._attempts: dict[tuple[int, int, int], _Attempt] = {}
         self._newest: dict[tuple[int, int], int] = {}
         self._statuses: dict[tuple[int, int, int, str], str] = {}
+        self._evaluation: dict[str, float] = {}
         self._life = 0
         self._life_start: float | None = None
         self._lives: list[float] = []
@@ -186,6 +194,7 @@ class _Builder:
             "site": self._on_site,
             "round": self._on_round,
             "eval": self._on_eval,
+            "evaluation": self._on_evaluation,
             "fault": self._on_fault,
             "end": self._on_end,
         }.get(str(event.get("event")))
@@ -295,6 +304,12 @@ class _Builder:
             )
         )
 
+    def _on_evaluation(self, event: Mapping[str, Any]) -> None:
+        down, site = _amount(event.get("bytes_down")), self._site(event.get("site"))
+        self.run.bytes_evaluation += down
+        if site is not None:
+            self._evaluation[site.name] = self._evaluation.get(site.name, 0.0) + down
+
     def _on_end(self, event: Mapping[str, Any]) -> None:
         self.run.end = dict(event)
 
@@ -322,6 +337,11 @@ class _Builder:
             site.seconds += _amount(event.get("seconds"))
             site.steps += _amount(event.get("steps"))
             site.train_loss[round_] = number(event.get("train_loss"))
+            site.speed_up = number(event.get("speed_up")) or site.speed_up
+            site.speed_down = number(event.get("speed_down")) or site.speed_down
+            spec = _name(event.get("codec_up"))
+            if spec is not None and site.codecs[-1:] != [spec]:
+                site.codecs.append(spec)
             for key, into in (("loss_before", site.loss_before), ("loss_after", site.loss_after)):
                 if event.get(key) is not None:
                     into[round_] = number(event[key])
@@ -335,6 +355,7 @@ class _Builder:
             for way, key in enumerate(("bytes_up", "bytes_down")):
                 pairs = (a.sites.get(site.name, (0.0, 0.0)) for a in self._attempts.values())
                 setattr(site, key, sum(pair[way] for pair in pairs))
+            site.bytes_down += self._evaluation.get(site.name, 0.0)
 
     def _fill_rounds(self) -> None:
         inner_steps = _amount(self.run.start.get("inner_steps"))

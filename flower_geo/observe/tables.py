@@ -84,6 +84,8 @@ def sites_table(run: Run) -> str:
             format_count(site.tokens / site.seconds) if site.seconds else MISSING,
             format_bytes(site.bytes_up or None),
             format_bytes(site.bytes_down or None),
+            _codecs(site),
+            _line(site),
             _change(site),
             _not_accepted(site),
         )
@@ -98,6 +100,8 @@ def sites_table(run: Run) -> str:
         ("tokens/s", ""),
         ("bytes up", ""),
         ("bytes down", ""),
+        ("codec up", "left wrap"),
+        ("line, up / down", ""),
         ("held-out loss, first → last", ""),
         ("not counted", "wrap"),
     )
@@ -225,6 +229,22 @@ def _change(site: SiteRow) -> str:
         f"{format_loss(ends[0])} → {format_loss(ends[1])} "
         f'<small class="{css}">{sign}{abs(ends[1] - ends[0]):.3f}</small>'
     )
+
+
+def _codecs(site: SiteRow) -> str:
+    """The newest codec, and how often another took over."""
+    if not site.codecs:
+        return MISSING
+    changes = len(site.codecs) - 1
+    count = f" <small>{plural(changes, 'change')}</small>" if changes else ""
+    return f"{escape(site.codecs[-1])}{count}"
+
+
+def _line(site: SiteRow) -> str:
+    if site.speed_up is None and site.speed_down is None:
+        return MISSING
+    ways = (format_bytes(speed) for speed in (site.speed_up, site.speed_down))
+    return " / ".join(ways) + " a second"
 
 
 def _not_accepted(site: SiteRow) -> str:

@@ -199,7 +199,10 @@ class RoundEngine(Reception):
     ) -> str:
         assert record.node_id is not None
         request = request_for(record)
-        self.exchange.push(record.node_id, record.name, round, EVALUATE, request.to_records())
+        if self.exchange.push(
+            record.node_id, record.name, round, EVALUATE, request.to_records()
+        ) and (down := payload_bytes(request.arrays)):
+            self.emit("evaluation", round=round, site=record.name, bytes_down=down)
         return request.base_hash
 
     def _forget_before(self, round: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import Context, Message
@@ -44,6 +46,7 @@ def client_app() -> ClientApp:
 
 
 def _serve(name: str, message: Message, context: Context) -> Message:
+    started = time.perf_counter()
     node: Mapping[str, Any] = context.node_config
     site = "unnamed"
     try:
@@ -60,4 +63,5 @@ def _serve(name: str, message: Message, context: Context) -> Message:
             status="refused", site=site, detail=" ".join(str(error).split()),
             error=type(error).__name__,
         )  # fmt: skip
+    reply = replace(reply, at_work=time.perf_counter() - started)
     return Message(reply.to_records(), reply_to=message)

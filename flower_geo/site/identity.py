@@ -10,7 +10,7 @@ from typing import Any
 from flower_geo.config import check_name
 from flower_geo.errors import ConfigError
 
-__all__ = ["cache_folder", "node_number", "node_value", "site_name", "state_folder"]
+__all__ = ["cache_folder", "link_speeds", "node_number", "node_value", "site_name", "state_folder"]
 
 #: Set where simulated sites run; a real site names its folder in node-config.
 STATE_DIR_VARIABLE = "FLOWER_GEO_STATE_DIR"
@@ -37,6 +37,32 @@ def node_number(node_config: Mapping[str, Any], key: str, default: int) -> int:
     if not whole:
         raise ConfigError(f"node-config {key}={value!r} is no whole number of 0 or more")
     return number
+
+
+def link_speeds(node_config: Mapping[str, Any]) -> dict[str, float]:
+    """Speeds of the line given by hand: node-config ``uplink-mbps``, ``downlink-mbps``.
+
+    Returns:
+        Megabits a second under those names; a speed that is not given is left out.
+
+    Raises:
+        ConfigError: one is no number above 0.
+    """
+    speeds = {}
+    for key in ("uplink-mbps", "downlink-mbps"):
+        if key not in node_config:
+            continue
+        try:
+            speed = float(node_config[key])
+        except (TypeError, ValueError):
+            speed = 0.0
+        if not 0 < speed < 1e9 or isinstance(node_config[key], bool):
+            raise ConfigError(
+                f"node-config {key}={node_config[key]!r} is no speed; give megabits a second, "
+                "such as 20 or 0.5"
+            )
+        speeds[key] = speed
+    return speeds
 
 
 def site_name(node_config: Mapping[str, Any]) -> str:

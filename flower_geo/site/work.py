@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 
 from flower_geo.compression import (
@@ -33,10 +34,11 @@ from flower_geo.config import TRAINING_KEYS, CommonConfig, parse
 from flower_geo.data import BatchSource, Cursor, data_spec, load_tokenizer, prepare, tokenizer_hash
 from flower_geo.data.corpus import PackedCorpus
 from flower_geo.errors import ConfigError, CorruptPayload
-from flower_geo.messages import Reply, Request
+from flower_geo.messages import Reply, Request, UpdateKind
 from flower_geo.models import build_model, check_vocab, load_state, snapshot
 from flower_geo.site.identity import (
     cache_folder,
+    link_speeds,
     node_number,
     node_value,
     site_name,
@@ -171,16 +173,15 @@ class _Session:
 def greet_request(request: Request, node_config: Mapping[str, Any]) -> Reply:
     """Prepare data and model, and say what this site is and holds."""
     session = _Session(request, node_config)
+    metrics = _data_sizes(session.corpus) | link_speeds(node_config)
     with session.state:
         if request.version == 0:
             session.base()
             version, held = session.state.base()
             if version < 0:
                 version, held = 0, session.bench.initial_hash
-            return session.reply(
-                held_version=version, held_hash=held, metrics=_data_sizes(session.corpus)
-            )
-        return session.reply(metrics=_data_sizes(session.corpus))
+            return session.reply(held_version=version, held_hash=held, metrics=metrics)
+        return session.reply(metrics=metrics)
 
 
 def evaluate_request(request: Request, node_config: Mapping[str, Any]) -> Reply:
@@ -246,16 +247,7 @@ def _train(
 
     local = snapshot(model)
     chosen = codec(config.codec_up)
-    feedback = ErrorFeedback(config.feedback_decay) if config.error_feedback else None
-    if chosen.lossless:
-        # Lossless codecs carry weights: base - (base - local) is not local in fp32.
-        arrays, kind, residual = pack(local, chosen), "weights", {}
-    else:
-        if feedback is not None:
-            feedback.load_state_dict(before.residual)
-        update = {name: base[name] - local[name] for name in base}
-        arrays, kind = pack(update, chosen, feedback=feedback), "delta"
-        residual = feedback.staged_state_dict() if feedback is not None else {}
+    arrays, kind, residual = _encoded(session, base, local, before.residual)
 
     metrics |= {
         "tokens": float(result.tokens), "steps": float(result.steps),
@@ -272,6 +264,33 @@ def _train(
         },
     )  # fmt: skip
     return after, session.reply(kind=kind, codec=chosen.spec, metrics=metrics, arrays=arrays)
+
+
+def _encoded(
+    session: _Session,
+    base: Mapping[str, Tensor],
+    local: Mapping[str, Tensor],
+    residual: Mapping[str, Tensor],
+) -> tuple[ArrayRecord, UpdateKind, dict[str, Tensor]]:
+    """The update as it is sent, what it holds, and the residual it leaves.
+
+    A lossless codec carries weights, since base - (base - local) is not local in
+    fp32; but where an earlier round's codec left a residual, weights would lose it.
+    """
+    config = session.config
+    chosen = codec(config.codec_up)
+    owed = config.error_feedback and any(bool(tensor.any()) for tensor in residual.values())
+    if chosen.lossless and not owed:
+        return pack(local, chosen), "weights", {}
+    update = {name: base[name] - local[name] for name in base}
+    if not config.error_feedback:
+        return pack(update, chosen), "delta", {}
+    feedback = ErrorFeedback(
+        config.feedback_decay, dtype=config.feedback_dtype,
+        seed=_seed(config.seed, session.site, session.request.round),
+    )  # fmt: skip
+    feedback.load_state_dict(residual, own=True)
+    return pack(update, chosen, feedback=feedback), "delta", feedback.staged_state_dict()
 
 
 def _cached(session: _Session, known: Generation) -> Reply:

@@ -28,6 +28,15 @@ SPECS = [
     "topk(density=0.1,chunk=100)|bf16",
     "topk(density=0.5,chunk=64)|int4(block=64)",
     "topk(density=0.2,chunk=17)",
+    "sign(block=64)",
+    "sign(block=9,scale=fp32)",
+    "randk(density=0.1,seed=7)|bf16",
+    "randk(density=0.25,seed=0,scale=true)|int8(block=256)",
+    "fp32|zstd(level=3)",
+    "bf16|zstd(level=19)",
+    "int8(block=256)|zstd(level=1)",
+    "topk(density=0.9,chunk=64)|int8(block=256)|zstd(level=3)",
+    "int4(block=64,round=stochastic,seed=5,scale=bf16)",
 ]
 
 

@@ -44,3 +44,13 @@ def test_padding_does_not_leak_into_values() -> None:
         spare = 8 * len(packed) - bits
         packed[-1] |= (0xFF << (8 - spare)) & 0xFF
         assert unpack_bits(memoryview(bytes(packed)), 1, bits).tolist() == [1]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8, 12, 25])
+@pytest.mark.parametrize("length", [(1 << 17) - 1, 1 << 17, (1 << 17) + 1, 300_007])
+def test_long_runs_round_trip_as_by_single_bits(bits: int, length: int) -> None:
+    values = np.random.default_rng(bits).integers(0, 2**bits, length).astype(np.uint32)
+    planes = (values[:, None] >> np.arange(bits, dtype=np.uint32)) & np.uint32(1)
+    wanted = np.packbits(planes.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
+    assert pack_bits(values, bits) == wanted
+    assert np.array_equal(unpack_bits(memoryview(wanted), length, bits), values)

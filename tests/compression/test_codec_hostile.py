@@ -28,7 +28,8 @@ from tests.compression.blobs import (
     seal,
 )
 
-SMALL = {spec: codec(spec).encode(noise(3, 70)) for spec in SPECS}
+#: Blobs of each codec, of values alike enough for zstd to find something.
+SMALL = {spec: codec(spec).encode(noise(3, 10).repeat(1, 7)) for spec in SPECS}
 
 
 def refused(blob: bytes) -> None:
@@ -44,23 +45,44 @@ def refused(blob: bytes) -> None:
 def harmless(blob: bytes) -> None:
     """Decoded to finite values, or refused as corrupt; nothing else, nothing big."""
     with allocating_at_most(4 * MAX_VALUES_PER_BYTE * len(blob) + (1 << 20)):
-        for shape in ((3, 70), None):
-            try:
-                back = Codec.decode(blob, shape=shape)
-            except CorruptPayload as error:
-                assert "\n" not in str(error) and len(str(error)) < 400
-            else:
-                assert bool(torch.isfinite(back).all())
-                assert shape is None or back.shape == shape
-    with allocating_at_most(8 * len(blob) + (1 << 20)):
+        survives(blob)
+
+
+def survives(blob: bytes) -> None:
+    """As ``harmless``, without a look at what is allocated."""
+    for shape in ((3, 70), None):
         try:
-            Codec.inspect(blob)
-            Codec.add_into(blob, torch.zeros(3, 70))
-        except CorruptPayload:
-            pass
+            back = Codec.decode(blob, shape=shape)
+        except CorruptPayload as error:
+            assert "\n" not in str(error) and len(str(error)) < 400
+        else:
+            assert bool(torch.isfinite(back).all())
+            assert shape is None or back.shape == shape
+    try:
+        Codec.inspect(blob)
+        Codec.add_into(blob, torch.zeros(3, 70))
+    except CorruptPayload:
+        pass
 
 
-@pytest.mark.parametrize("spec", SPECS[::3])
+def test_the_blobs_are_what_they_should_be() -> None:
+    assert [Codec.inspect(blob).spec for blob in SMALL.values()] == [codec(s).spec for s in SPECS]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_changed_byte_is_refused_or_harmless(spec: str) -> None:
+    blob = SMALL[spec]
+    with allocating_at_most(4 * MAX_VALUES_PER_BYTE * len(blob) + (1 << 20)):
+        for place in range(len(blob)):
+            changed = bytearray(blob)
+            changed[place] ^= (0xFF, 0x01, 0x80)[place % 3]
+            with pytest.raises(CorruptPayload):
+                Codec.decode(bytes(changed))
+            if place >= 8:  # with a right checksum, the inner checks are reached
+                survives(seal(bytes(changed[8:])))
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_every_truncation_and_every_extension_is_refused(spec: str) -> None:
     blob = SMALL[spec]
     for cut in range(len(blob)):
@@ -145,28 +167,41 @@ def test_an_empty_blob_of_an_impossible_shape_is_refused(shape: tuple[int, ...])
         Codec.decode(forge("fp32", shape, b""))
 
 
-def test_zeros_that_cost_nothing_are_not_given_out_unasked() -> None:
+def test_zeros_that_cost_nothing_are_paid_for() -> None:
+    # 4096 values a byte at most: what a selection leaves out, what the filling stands for
     chosen = codec("topk(density=1e-9,chunk=16777216)|int8(block=1048576)")
     assert isinstance(chosen, Codec)
     count = 2**36
+    assert chosen.payload_size(count) == count / 4096
     indices = np.arange(chosen.sparse.kept(count)) * 16777216  # type: ignore[union-attr]
     payload = chosen.sparse.pack(indices, count) + chosen.values.encode(  # type: ignore[union-attr]
         np.ones(indices.size, dtype=np.float32)
     )
-    with pytest.raises(CorruptPayload, match="say which shape"), allocating_at_most(1 << 20):
-        Codec.decode(forge(chosen.spec, (count,), payload))
-    legal = codec("topk(density=0.0001,chunk=4096)|int2(block=64)").encode(noise(1 << 20))
-    assert Codec.decode(legal).numel() == 1 << 20
-    sparse = chosen.encode(noise(1 << 17))
-    assert int((Codec.decode(sparse, shape=(1 << 17,)) != 0).sum()) == 1
+    for spec in (chosen.spec, f"{chosen.spec}|zstd(level=3)"):
+        for more in (0, 1, 5000):
+            with pytest.raises(CorruptPayload), allocating_at_most(1 << 20):
+                Codec.decode(forge(spec, (count,), payload + bytes(more)))
+    small = codec("topk(density=1e-9,chunk=16777216)").encode(torch.ones(100_000))
+    assert len(payload_of(small)) == 25
+    assert int(Codec.decode(small).sum()) == 1
+    filled = payload_of(small)
+    for place in range(7, 25):
+        changed = filled[:place] + b"\1" + filled[place + 1 :]
+        with pytest.raises(CorruptPayload, match="bytes after its payload"):
+            Codec.decode(forge(Codec.inspect(small).spec, (100_000,), changed))
 
 
-def test_a_huge_block_costs_no_more_than_its_values() -> None:
-    for spec in ("int8(block=1048576)", "int4(block=1048576)", "int2(block=1048576)"):
-        tensor = noise(100)
-        with allocating_at_most(1 << 16):
-            blob = codec(spec).encode(tensor)
-            Codec.decode(blob)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "|".join(["bf16"] * 40), "|".join(["zstd"] * 100)[:255], "zstd(level=3)|fp32",
+        "fp32|zstd(level=3)|zstd(level=3)", "topk(density=1,chunk=16)|topk(density=1,chunk=16)",
+        "(" * 255, "fp32|" * 50, "zstd(level=99)", "sign(block=0)", "randk(density=2)",
+        "randk(density=1e-3,seed=99999999999999999999)", "*=fp32", "fp32;bf16", "bf16 \n",
+    ],
+)  # fmt: skip
+def test_chains_that_make_no_sense_are_refused(spec: str) -> None:
+    refused(forge(spec, (3, 70), payload_of(SMALL["fp32"])))
 
 
 def floats(*values: float, kind: str = "f") -> bytes:
@@ -191,6 +226,10 @@ def floats(*values: float, kind: str = "f") -> bytes:
         ("int2(block=8)", (3,), b"\0\0\x80\x7f" + b"\x01"),
         ("int2(block=8)", (3,), b"\xc0\xff\0\0" + b"\0"),
         ("topk(density=0.5,chunk=16)|bf16", (4,), b"\x03\x80\x7f\0\0"),
+        ("sign(block=8)", (9,), b"\x80\x7f\0\0" + bytes(2)),
+        ("sign(block=8)", (9,), b"\0\0\xc0\xff" + bytes(2)),
+        ("sign(block=8,scale=fp32)", (3,), floats(math.nan) + b"\x01"),
+        ("randk(density=0.5,seed=0)|bf16", (4,), bytes(8) + b"\x80\x7f\0\0"),
     ],
 )
 def test_payloads_that_decode_to_no_number_are_refused(

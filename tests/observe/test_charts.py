@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flower_geo.observe.charts import COLOURS, Series, legend, line_chart, linear_scale, log_scale
@@ -30,6 +30,8 @@ def curves(html: str) -> list[str]:
     return re.findall(r'<path class="curve" d="([^"]*)"', html)
 
 
+@example(0.0, 5e-324)
+@example(6.0, -5e-324)
 @given(finite, finite)
 def test_a_linear_scale_covers_its_values_with_round_ticks(a: float, b: float) -> None:
     low, high = min(a, b), max(a, b)

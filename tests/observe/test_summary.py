@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_geo.observe.baselines import baseline_bytes
+from flower_geo.observe.baselines import baseline_bytes, compare
 from flower_geo.observe.summary import ends_of, summarise
 from tests.observe.fake_run import fake_events
 
@@ -192,3 +192,16 @@ def test_no_event_makes_it_stumble(events: list[dict[str, Any]]) -> None:
     totals = baseline_bytes(events)
     assert totals["sent"] >= 0
     assert [row.round for row in run.rounds] == sorted({row.round for row in run.rounds})
+
+
+def test_bytes_sent_for_the_last_evaluation_count_too() -> None:
+    run = summarise(
+        [
+            {"event": "site", "round": 1, "site": "a", "status": "accepted", "bytes_down": 7},
+            {"event": "round", "round": 1, "bytes_up": 5, "bytes_down": 7},
+            {"event": "evaluation", "round": 1, "site": "a", "bytes_down": 11},
+        ]
+    )
+    assert run.bytes_evaluation == 11 and run.sites["a"].bytes_down == 18
+    assert run.rounds[0].bytes_down == 7
+    assert compare(run)["sent_down"] == 18
