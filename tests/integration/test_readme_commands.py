@@ -177,6 +177,7 @@ def test_own_model_doctor_and_report(reader: Reader) -> None:
     shown = reader.types(lines_with("flower-geo report"))
     assert (reader.folder / shown.strip()).is_file()
     assert "inner-lr" in reader.types("flower-geo config")
+    assert "topk(density=0.03" in reader.types(lines_with("flower-geo codec"))
 
 
 def test_a_coordinator_and_an_institution(reader: Reader) -> None:
