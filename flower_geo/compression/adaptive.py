@@ -29,6 +29,8 @@ SAMPLE = 1 << 16
 #: a row; at most the second share and it is taken at once.
 COMFORT, CLEAR = 0.8, 0.5
 PATIENCE = 2
+#: Good rounds that a step up takes at most, after steps that had to be undone.
+LONGEST_WAIT = 32
 
 
 def ladder(text: str) -> tuple[str, ...]:
@@ -110,11 +112,19 @@ class Budget:
 
 @dataclass
 class _Place:
-    """Where someone stands on the ladder, by spec: the ladder may be another one after a resume."""
+    """Where someone stands on the ladder, by spec: the ladder may be another one after a resume.
+
+    Attributes:
+        good: rounds in a row in which the rung above would have done.
+        rose: the last move went up, a round ago.
+        patience: good rounds a step up takes; doubled by each one undone at once.
+    """
 
     rung: str
     good: int = 0
     why: str = ""
+    rose: bool = False
+    patience: int = PATIENCE
 
 
 @dataclass
@@ -248,7 +258,7 @@ class AdaptiveChoice:
         known = self._sites.get(site, _Site())
         if by_hand and known.link.declared[way] is None:
             return None
-        seconds, budget = known.link.seconds(way, 1.0), self.budget.each_way(known.work)
+        seconds, budget = known.link.least(way, 1.0), self.budget.each_way(known.work)
         # Seconds that cannot be told from two polls' are no reason to compress.
         return None if seconds is None or budget is None else seconds / max(budget, JITTER)
 
@@ -263,18 +273,22 @@ class AdaptiveChoice:
         now = self.sizes[at] * load
         if now > 1:
             place.good = 0
+            place.patience = min(2 * place.patience, LONGEST_WAIT) if place.rose else place.patience
             self._move(place, 1, f"{place.rung} takes {now:.2g} of its time")
             return
+        if place.rose:
+            place.rose, place.patience = False, PATIENCE
         before = self.sizes[at - 1] * load if at else math.inf
         place.good = place.good + 1 if before <= COMFORT else 0
-        if place.good and (before <= CLEAR or place.good >= PATIENCE):
+        clear = before <= CLEAR and place.patience == PATIENCE
+        if place.good and (clear or place.good >= place.patience):
             place.good = 0
             self._move(place, -1, f"{self.rungs[at - 1]} takes {before:.2g} of its time")
 
     def _move(self, place: _Place, by: int, why: str) -> None:
         at = self.rungs.index(place.rung) + by
         if 0 <= at < len(self.rungs):
-            place.rung, place.why = self.rungs[at], why
+            place.rung, place.why, place.rose = self.rungs[at], why, by < 0
 
     # -- checkpoints ------------------------------------------------------------
 

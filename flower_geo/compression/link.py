@@ -28,8 +28,12 @@ JITTER = 0.9
 #: Share by which a line's speed is thought to change from round to round, and by
 #: which one transfer differs from the next.
 DRIFT, NOISE = 0.25, 0.15
+#: Share of a transfer's seconds that is never known better.
+USUAL = 0.25
 #: What is not known of the overhead after a greeting: seconds, and a share of it.
 VAGUE = (1.0, 0.5)
+#: Seconds by which an overhead may change of a sudden.
+SURPRISE = 5.0
 #: Innovations beyond so many standard deviations are cut, unless one follows another.
 OUTLIER = 3.0
 
@@ -42,6 +46,7 @@ class Link:
         overhead: seconds of a round trip that carries nothing; None before a greeting.
         slow: seconds a megabyte, up and down; empty before the first observation.
         spread: covariance of overhead and both slownesses, by rows.
+        last: megabytes of the last trip, up and down, speeds by hand left out.
         odd: sign and number of the outliers in a row.
         declared: bytes a second given by hand, up and down; they win.
     """
@@ -49,6 +54,7 @@ class Link:
     overhead: float | None = None
     slow: list[float] = field(default_factory=list)
     spread: list[list[float]] = field(default_factory=list)
+    last: list[float] = field(default_factory=list)
     odd: int = 0
     declared: list[float | None] = field(default_factory=lambda: [None, None])
 
@@ -63,6 +69,22 @@ class Link:
         """Seconds so many bytes take, without the overhead."""
         speed = self.speed(way)
         return None if speed is None else nbytes / speed
+
+    def least(self, way: int, nbytes: float) -> float | None:
+        """Seconds so many bytes take, and less where that is hardly known.
+
+        What few bytes told is known less and less, beside an overhead that varies; so
+        it comes to be tried again.  How sure both transfers of the last trip together
+        are is what counts: their parts may never be told apart.
+        """
+        mean = self.seconds(way, nbytes)
+        if mean is None or self.declared[way] is not None:
+            return mean
+        (up, down), (slow_up, slow_down) = self.last, self.slow
+        _, (_, own_up, both), (_, _, own_down) = self.spread
+        variance = up * up * own_up + 2 * up * down * both + down * down * own_down
+        unsure = math.sqrt(max(variance, 0.0)) / (up * slow_up + down * slow_down)
+        return mean * min(max((1.0 - unsure) / (1.0 - USUAL), 0.05), 1.0)
 
     def empty(self, seconds: float) -> None:
         """A round trip without a payload, beyond the site's work; the first one counts."""
@@ -93,6 +115,7 @@ class Link:
                     self.spread[0][0] += amount**2
                 elif sent[place - 1]:
                     self.spread[place][place] += (DRIFT * amount) ** 2
+        self.last = sent
         self._update([1.0, *sent], seconds)
 
     @property
@@ -127,7 +150,7 @@ class Link:
             else:
                 # Two in a row: something is other than before.  The line is believed
                 # first, since fewer bytes then tell whether it was.
-                self.spread[0][0] += (error / 4) ** 2
+                self.spread[0][0] += min(error / 4, SURPRISE + at[0] / 2) ** 2
                 for place in (1, 2):
                     if weights[place]:
                         self.spread[place][place] += (error / sum(weights[1:])) ** 2

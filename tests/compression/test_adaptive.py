@@ -220,22 +220,22 @@ def test_it_begins_in_the_middle_and_goes_a_step_at_a_time() -> None:
     choice = chooser()
     assert choice.up("a") == RUNGS[2] and choice.down == RUNGS[2]
     assert play(choice, "a", up=SIZES[0], rounds=3) == [1, 0, 0]  # bf16 in one second of five
-    # int8 takes 10 seconds, int4 five and a bit: down to the sparse one, and it stays
-    slow = play(choice, "a", up=SIZES[1] / 10, rounds=6)
+    # int8 takes 14 seconds of 5, int4 seven: down to the sparse one, and it stays
+    slow = play(choice, "a", up=SIZES[1] / 14, rounds=8)
     assert slow == sorted(slow) and slow[-1] == 3
     assert all(abs(b - a) <= 1 for a, b in zip([0, *slow], slow, strict=False))
     assert "of its time" in choice.why("a") or choice.why("a") == ""
 
 
 def test_back_up_takes_two_rounds_or_a_clear_margin() -> None:
-    at = SIZES[2] / 5 / 0.9  # int4 takes 0.9 of its time: no reason to leave the sparse one
+    at = SIZES[2] / 5 / 1.3  # int4 takes 1.3 of its time: no reason to leave the sparse one
     choice = chooser()
     choice.greet("a", 0.0)
     assert play(choice, "a", up=SIZES[1] / 20, rounds=4)[-1] == 3
-    assert play(choice, "a", up=at, rounds=12)[-4:] == [3, 3, 3, 3]
+    assert play(choice, "a", up=at, rounds=12).count(2) <= 3  # tried again now and then
     # 0.7 of its time: two rounds in a row, once the line is known to be faster
     moved = play(choice, "a", up=SIZES[2] / 5 / 0.7, rounds=12)
-    assert moved[-1] == 2 and moved[0] == 3
+    assert moved[-1] == 2
     # between comfort and the limit nothing moves, so nothing swings to and fro
     assert set(play(choice, "a", up=SIZES[2] / 5 / 0.9, rounds=12)) == {2}
 
@@ -250,16 +250,60 @@ def test_a_line_that_swings_does_not_take_the_codec_along() -> None:
 
 def test_a_share_of_the_round_follows_the_work() -> None:
     choice = chooser("20%")
-    for _ in range(6):  # 30 s of work allow 3.75 s each way
+    for work, rung in ((300.0, 1), (75.0, 3)):  # 37 seconds each way, then 9
+        for _ in range(8):
+            sent = SIZES[RUNGS.index(choice.up("a"))]
+            choice.observe("a", sent, 0, sent / (SIZES[1] / 25.0), work=work)
+            choice.settle()
+        assert choice.up("a") == RUNGS[rung]
+
+
+def test_a_try_that_is_undone_is_made_less_and_less_often() -> None:
+    choice, tries = chooser("60"), []
+    choice.greet("a", 4.0)
+    at = 3
+    for round_ in range(60):
         sent = SIZES[RUNGS.index(choice.up("a"))]
-        choice.observe("a", sent, 0, sent / (SIZES[1] / 3.0), work=30.0)
+        trip = 4.0 + sent / (SIZES[2] / 48)  # int4 takes 48 seconds of 30
+        choice.observe("a", sent, 0, trip, work=30.0)
         choice.settle()
-    assert choice.up("a") == RUNGS[1]
-    for _ in range(6):  # a quarter of the work, a quarter of the time to send
+        now = RUNGS.index(choice.up("a"))
+        if now < at and round_ > 3:
+            tries.append(round_)
+        at = now
+    assert len(tries) <= 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fast_line_on_a_busy_machine_ends_at_the_top(seed: int) -> None:
+    """The greeting was quicker than a round ever is; the payload is small beside the noise."""
+    choice, rng = chooser("20%"), random.Random(seed)
+    choice.greet("a", 5.0)
+    down = 0
+    for _ in range(25):
         sent = SIZES[RUNGS.index(choice.up("a"))]
-        choice.observe("a", sent, 0, sent / (SIZES[1] / 3.0), work=7.5)
+        choice.observe("a", sent, down, 6.0 + (sent + down) / 1e9 + rng.uniform(0, 4), work=20.0)
         choice.settle()
-    assert choice.up("a") == RUNGS[3]
+        down = SIZES[RUNGS.index(choice.down)]
+    assert (choice.up("a"), choice.down) == (RUNGS[0], RUNGS[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("line", "rungs"), [(20e6, {1, 2}), (5e6, {3})])
+def test_a_large_model_on_a_line_of_its_own_speed(seed: int, line: float, rungs: set[int]) -> None:
+    """A thousand million weights and 75 seconds each way; the two ways look the same."""
+    shapes = {f"w{i}": (1000, 1000) for i in range(1000)}
+    choice, rng = AdaptiveChoice(RUNGS, Budget.read("20%"), shapes), random.Random(seed)
+    choice.greet("a", 5.0)
+    down = 0
+    for round_ in range(25):
+        sent = choice.sizes[RUNGS.index(choice.up("a"))]
+        trip = 6.0 + (sent + down) / line + rng.uniform(0, 3)
+        choice.observe("a", sent, down, trip, work=600.0)
+        choice.settle()
+        down = choice.sizes[RUNGS.index(choice.down)]
+        if round_ > 8:
+            assert {RUNGS.index(choice.up("a")), RUNGS.index(choice.down)} <= rungs
 
 
 def test_speeds_by_hand_choose_before_the_first_round() -> None:
