@@ -56,8 +56,8 @@ def run(
         typer.Option(help='Settings of a simulation, such as "client-resources-num-gpus=0.5".'),
     ] = None,
     sites: Annotated[
-        int, typer.Option(min=0, help="Simulated sites (default 4).", show_default=False)
-    ] = 0,
+        int | None, typer.Option(min=1, help="Simulated sites (default 4).", show_default=False)
+    ] = None,
     max_restarts: Annotated[
         int,
         typer.Option(
@@ -78,7 +78,7 @@ def run(
     from flower_geo.launch.runs import RunOptions, execute
 
     options = RunOptions(
-        folder, federation, run_config or (), federation_config or (), sites, max_restarts,
+        folder, federation, run_config or (), federation_config or (), sites or 0, max_restarts,
         fresh, plain,
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -112,11 +112,12 @@ def cluster_up(
     """Start a SuperLink and SuperNodes on free loopback ports and wait until all are online."""
     from flower_geo.config import parse_overrides
     from flower_geo.launch.cluster import LocalCluster
-    from flower_geo.launch.options import by_site, variables
+    from flower_geo.launch.options import by_site, check_node_keys, variables
 
+    common, own = parse_overrides(node_config or ()), by_site(site_config or ())
+    check_node_keys({**common, **{key: 0 for values in own.values() for key in values}})
     started = LocalCluster(
-        sites, name=name, node_config=parse_overrides(node_config or ()),
-        site_config=by_site(site_config or ()), env=variables(env or ()),
+        sites, name=name, node_config=common, site_config=own, env=variables(env or ()),
     ).up()  # fmt: skip
     typer.echo(
         f"cluster '{name}' is up: SuperLink {started.address}, {sites} sites online\n"
@@ -173,12 +174,12 @@ def report(
     """Write report.html of a run, finished or not, and print its path."""
     from flower_geo.observe import write_report
 
-    folder = Path(run_).expanduser()
-    if not folder.is_dir():
-        folder = Path(run_dir).expanduser() / run_
-    if not (folder / "metrics.jsonl").is_file():
+    places = [Path(run_).expanduser(), Path(run_dir).expanduser() / run_]
+    folder = next((place for place in places if (place / "metrics.jsonl").is_file()), None)
+    if folder is None:
+        looked = " nor in ".join(dict.fromkeys(str(place) for place in places))
         raise ConfigError(
-            f"no run '{run_}': neither it nor {folder} is a folder with a metrics.jsonl; "
+            f"no run '{run_}': there is no metrics.jsonl in {looked}; "
             "name a run folder, or its parent with --run-dir"
         )
     typer.echo(str(write_report(folder)))

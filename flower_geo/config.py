@@ -72,8 +72,9 @@ class CommonConfig(BaseModel):
     """Keys shared by all ways of training."""
 
     model_config = ConfigDict(
-        alias_generator=kebab, populate_by_name=True, extra="forbid", frozen=True, strict=False
-    )
+        alias_generator=kebab, populate_by_name=True, extra="forbid", frozen=True,
+        allow_inf_nan=False,
+    )  # fmt: skip
 
     # -- the run --------------------------------------------------------------
     run_name: str = Field("diloco", description="names the run folder and the sites' state")
@@ -331,7 +332,7 @@ def parse_overrides(pieces: Iterable[str]) -> dict[str, Scalar]:
         if piece.strip().endswith(".toml") and "=" not in piece:
             merged.update(_read_toml(Path(piece.strip()).expanduser()))
             continue
-        for key, value in _pairs(piece):
+        for key, value in _pairs(piece).items():
             try:
                 merged[key] = tomllib.loads(f"v = {value}")["v"]
             except tomllib.TOMLDecodeError:
@@ -339,9 +340,9 @@ def parse_overrides(pieces: Iterable[str]) -> dict[str, Scalar]:
     return merged
 
 
-def _pairs(piece: str) -> list[tuple[str, str]]:
+def _pairs(piece: str) -> dict[str, str]:
     pattern = re.compile(r"""\s*([A-Za-z0-9_.-]+)=("[^"]*"|'[^']*'|\S+)""")
-    pairs, at = [], 0
+    pairs, at = dict[str, str](), 0
     while piece[at:].strip():
         match = pattern.match(piece, at)
         if not match:
@@ -349,7 +350,9 @@ def _pairs(piece: str) -> list[tuple[str, str]]:
                 f"run-config {piece[at:].strip()!r} cannot be read: write key=value pairs "
                 "divided by spaces, text with spaces in quotes"
             )
-        pairs.append((match[1], match[2]))
+        if match[1] in pairs:
+            raise ConfigError(f"'{match[1]}' is given twice in {piece.strip()!r}; leave one out")
+        pairs[match[1]] = match[2]
         at = match.end()
     return pairs
 

@@ -19,7 +19,7 @@ from flower_geo.compression import codec, record_nbytes
 from flower_geo.compression.adaptive import ADAPTIVE, AdaptiveChoice, Budget, ladder
 from flower_geo.compression.spec import AnyCodec
 from flower_geo.config import CommonConfig
-from flower_geo.errors import ConfigError, ReplyRefused
+from flower_geo.errors import CodecSpecError, ConfigError, ReplyRefused
 from flower_geo.messages import Reply
 from flower_geo.resilience import Exchange, RoundOutcome, SiteRecord
 from flower_geo.resilience.exchange import QUERY, TRAIN, Incoming, Open
@@ -37,11 +37,16 @@ def check_codecs(config: CommonConfig) -> None:
         CodecSpecError: a spec or a rung of the ladder cannot be read.
         ConfigError: an adaptive codec without error feedback up.
     """
-    for spec in (config.codec_up, config.codec_down):
-        if spec != ADAPTIVE:
-            codec(spec)
-    if ADAPTIVE in (config.codec_up, config.codec_down):
-        ladder(config.codec_ladder)
+    readers: list[tuple[str, Callable[[str], object]]] = [
+        (key, codec) for key in ("codec-up", "codec-down") if config.public()[key] != ADAPTIVE
+    ]
+    if len(readers) < 2:
+        readers.append(("codec-ladder", ladder))
+    for key, read in readers:
+        try:
+            read(str(config.public()[key]))
+        except CodecSpecError as error:
+            raise CodecSpecError(f"run-config {key}: {error}") from None
     if config.codec_up == ADAPTIVE and not config.error_feedback:
         raise ConfigError(
             "codec-up='adaptive' needs error-feedback=true: codecs change over the rounds, and "

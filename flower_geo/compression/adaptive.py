@@ -52,7 +52,7 @@ def ladder(text: str) -> tuple[str, ...]:
         )
     twice = [spec for spec in rungs if rungs.count(spec) > 1]
     if twice:
-        raise CodecSpecError(f"the ladder holds {twice[0]} twice")
+        raise CodecSpecError(f"the ladder holds {twice[0]} twice; leave one out")
     return tuple(rungs)
 
 

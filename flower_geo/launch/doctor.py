@@ -262,6 +262,9 @@ def _model(
     except (FlowerGeoError, ImportError) as error:
         yield Finding("bad", f"the model cannot be measured: {error}", "mend the installation")
         return
+    for file in sorted(Path(model).glob("*.safetensors")):
+        if not _whole(file):
+            yield Finding("bad", f"{file} is no whole safetensors file", "copy it again")
     name = f"{model} ({format_count(need.parameters)} parameters)"
     wanted = need.server + sites * need.site
     free = psutil.virtual_memory().available
@@ -288,6 +291,17 @@ def _model(
         yield Finding("ok", text)
     else:
         yield Finding("bad", text, "free space, lower checkpoint-keep, or move run-dir")
+
+
+def _whole(file: Path) -> bool:
+    """Whether a safetensors file has all the bytes its header speaks of."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def _hardware() -> Iterator[Finding]:

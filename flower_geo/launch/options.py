@@ -7,10 +7,28 @@ from typing import Any
 
 from rich.table import Table
 
-from flower_geo.config import CommonConfig, kebab, parse_overrides
+from flower_geo.config import CommonConfig, kebab, nearest, parse_overrides
 from flower_geo.errors import ConfigError
 
-__all__ = ["by_site", "key_table", "variables"]
+__all__ = ["NODE_KEYS", "by_site", "check_node_keys", "key_table", "variables"]
+
+#: Keys of a node-config that flower_geo reads, for other apps there may be more.
+NODE_KEYS = (
+    "site", "data", "state-dir", "cache-dir", "device", "uplink-mbps", "downlink-mbps",
+    "inner-steps", "inner-seconds", "batch-size", "grad-accum", "threads", "tokenizer",
+    "partition-id", "num-partitions",
+)  # fmt: skip
+
+
+def check_node_keys(keys: Iterable[str]) -> None:
+    """Refuse what looks like a slip of one of our keys; other apps' keys pass.
+
+    Raises:
+        ConfigError: an unknown key that is close to one of :data:`NODE_KEYS`.
+    """
+    for key in keys:
+        if key not in NODE_KEYS and (meant := nearest(key, NODE_KEYS)):
+            raise ConfigError(f"node-config key '{key}' is not known{meant}")
 
 
 def by_site(texts: Iterable[str]) -> dict[int, dict[str, Any]]:

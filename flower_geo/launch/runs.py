@@ -15,8 +15,15 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from flower_geo.config import AppSettings, load_app, nearest, parse_overrides
-from flower_geo.errors import ConfigError, FlowerGeoError, RunFailed, StateError
+from flower_geo.config import AppSettings, CommonConfig, load_app, nearest, parse_overrides
+from flower_geo.errors import (
+    CodecSpecError,
+    ConfigError,
+    FlowerGeoError,
+    ModelError,
+    RunFailed,
+    StateError,
+)
 from flower_geo.launch.connections import find_connection
 from flower_geo.launch.environment import flwr_home
 from flower_geo.launch.flwr_cli import FlwrCli, SuperLinkUnreachable
@@ -98,6 +105,7 @@ def plan(options: RunOptions) -> RunPlan:
         )
     sites = options.sites or int(federation_config.get("num-supernodes", _DEFAULT_SITES))
     config, overrides = settings.config, dict(settings.overrides)
+    _check_meaning(config, here)
     if cli is None and config.min_sites > sites:
         raise ConfigError(
             f"min-sites={config.min_sites} cannot be met by {sites} simulated sites; "
@@ -133,6 +141,20 @@ def _check_declared(settings: AppSettings) -> None:
                 f"app {settings.folder.name} has no '{key}' in [tool.flwr.app.config] of its "
                 f"pyproject.toml{nearest(key, declared)}; add it there with a default"
             )
+
+
+def _check_meaning(config: CommonConfig, here: bool) -> None:
+    """Read codecs, and where the coordinator is here the model's shape, before anything starts."""
+    # Both load torch, which takes seconds; the checks above answer at once.
+    from flower_geo.models import MODELS, parameter_count
+    from flower_geo.strategies.links import check_codecs
+
+    try:
+        check_codecs(config)
+        if here and config.model not in MODELS:
+            parameter_count(config.model)
+    except (CodecSpecError, ModelError) as error:
+        raise ConfigError(str(error)) from None
 
 
 #: Keys that may name a folder or a file; the other values they take are no such paths.

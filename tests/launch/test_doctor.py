@@ -10,6 +10,7 @@ from rich.console import Console
 
 from flower_geo.launch import doctor
 from flower_geo.launch.doctor import Finding, examine, satisfies, table
+from flower_geo.models import build_model
 
 
 @pytest.mark.parametrize(
@@ -108,3 +109,13 @@ def test_a_taken_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(doctor, "_SUPERLINK_PORT", port)
         found = _what(list(doctor._ports()), f"port {port}")
     assert found.level == "warn" and "--port" in found.remedy
+
+
+def test_a_model_folder_that_was_cut_is_found(tmp_path: Path) -> None:
+    model = build_model("gpt2-pico", seed=0, vocab_size=64, max_seq_len=16)
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    assert not any(f.blocks for f in doctor._model(str(tmp_path / "model"), 16, 1, 1, tmp_path))
+    file.write_bytes(file.read_bytes()[:-100])
+    (bad,) = [f for f in doctor._model(str(tmp_path / "model"), 16, 1, 1, tmp_path) if f.blocks]
+    assert "no whole safetensors file" in bad.what

@@ -7,7 +7,14 @@ from rich.console import Console
 
 from flower_geo.config import DiLoCoConfig, kebab
 from flower_geo.errors import ConfigError
-from flower_geo.launch.options import by_site, key_table, variables
+from flower_geo.launch.options import (
+    NODE_KEYS,
+    by_site,
+    check_node_keys,
+    key_table,
+    variables,
+)
+from flower_geo.site.work import SITE_KEYS
 
 
 def test_site_configs_are_gathered_by_number() -> None:
@@ -35,3 +42,10 @@ def test_all_keys_are_listed() -> None:
     text = out.getvalue()
     assert not [name for name in DiLoCoConfig.model_fields if kebab(name) not in text]
     assert "adamw | sgd" in text and "integer ≥ 1, ≤ 1000000" in text
+
+
+def test_a_slip_of_a_node_key_is_refused_and_other_apps_keys_pass() -> None:
+    assert set(SITE_KEYS) <= set(NODE_KEYS)
+    check_node_keys([*NODE_KEYS, "learning-rate-of-another-app"])
+    with pytest.raises(ConfigError, match="'dta' is not known, did you mean 'data'"):
+        check_node_keys(["dta"])

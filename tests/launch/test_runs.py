@@ -84,6 +84,7 @@ def test_a_coordinator_elsewhere_chooses_its_own_folder(tmp_path: Path) -> None:
         (_options(federation="here", sites=3), "--sites is for simulations"),
         (_options("min-sites=5"), "min-sites=5 cannot be met by 4"),
         (_options("missing.toml"), "cannot read missing.toml"),
+        (_options("rounds=2 rounds=3"), "'rounds' is given twice"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(
@@ -162,3 +163,27 @@ def test_the_closing_words_name_what_is_there(
     outcome = Outcome("failed", "no text")
     assert runs._closing(outcome, chosen, Console(), 61.0) == 1
     assert "error: no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ('codec-up="int8(blok=256)"', "codec-up: .*did you mean 'block'"),
+        ('codec-down="int9"', "codec-down: .*int9"),
+        ('codec-up=""', "codec-up: "),
+        ('codec-up="zstd(level=3)|int8"', "codec-up: .*order"),
+        ('codec-up="adaptive" codec-ladder="int8"', "codec-ladder: .*two codecs or more"),
+        ('codec-up="adaptive" codec-ladder="bf16 > > int8"', "codec-ladder: rung 2"),
+        ('codec-up="adaptive" codec-ladder="int4 > bf16 > int4"', "codec-ladder: .*twice"),
+        ('model="gpt3-pico"', "gpt3-pico"),
+        ("inner-lr=inf", "inner-lr=inf.*finite"),
+        ("deadline=inf", "deadline=inf.*finite"),
+    ],
+)
+def test_values_without_a_meaning_are_refused_before_a_simulation_starts(
+    given: str, words: str, tmp_path: Path
+) -> None:
+    app = Path(__file__).parents[2] / "apps" / "diloco"
+    with pytest.raises(ConfigError, match=words):
+        plan(RunOptions(str(app), run_config=[given]))
+    assert not (tmp_path / "runs").exists()
