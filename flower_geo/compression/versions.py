@@ -167,7 +167,8 @@ class Broadcaster:
                 }
                 return Offer("deltas", record_from_blobs(blobs), needed[0], self.version, size)
         if self._snapshot is None:
-            self._snapshot = pack(self.shadow, Codec(FP32()))
+            exact = self.codec if self.codec.lossless else Codec(FP32())
+            self._snapshot = pack(self.shadow, exact)
         # A new record each time: Flower's messages must not share one.
         record = ArrayRecord(dict(self._snapshot.items()))
         return Offer("snapshot", record, self.version, self.version, record_nbytes(record))

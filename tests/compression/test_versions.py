@@ -353,3 +353,16 @@ def test_offers_do_not_share_a_record() -> None:
         assert len(b.record) == len(weights())
         offer = server.offer(version, hash)
         assert offer.record is not None and len(offer.record) == len(weights())
+
+
+def test_a_lossless_codec_packs_its_snapshots() -> None:
+    weights = {"w": torch.randn(256, 64, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    weights = {name: tensor.float() for name, tensor in weights.items()}  # planes of zeros
+    master = Broadcaster(codec("zstd"), {"w": torch.zeros(256, 64)})
+    master.advance(weights)
+    offer = master.offer(0, "another")
+    assert offer.kind == "snapshot" and offer.record is not None
+    assert 0 < offer.nbytes < 0.6 * 4 * weights["w"].numel()
+    site = Replica({"w": torch.zeros(256, 64)}, 0)
+    site.apply(offer.kind, offer.record, offer.first, offer.last, master.hash)
+    assert torch.equal(site.state["w"], weights["w"])
