@@ -26,7 +26,7 @@ STRATEGIES: dict[str, tuple[type[FedAvg], dict[str, Any]]] = {
     "FedAvg": (FedAvg, {}),
     "FedAdam": (FedAdam, {"eta": 0.01}),
     "FedMedian": (FedMedian, {}),
-    "Krum": (Krum, {"num_malicious_nodes": 1}),
+    "Krum": (Krum, {"num_malicious_nodes": 0}),
 }
 
 
