@@ -50,7 +50,10 @@ def main() -> dict[str, dict[str, float]]:
         "overhead", "Time outside training",
         f"gpt2-nano, {SITES} sites with H=20 steps of 1024 tokens, medians of rounds 2 to "
         f"{ROUNDS - 1} of a simulation, in seconds.\n\n"
-        + table(["codec both ways", "a round", "of it outside training", "fold", "wait for the commit"], rows),
+        + table(
+            ["codec both ways", "a round", "of it outside training", "fold", "wait for the commit"],
+            rows,
+        ),
         found,
     )  # fmt: skip
     return found
