@@ -255,10 +255,6 @@ def speeds(
     return memcpy, found
 
 
-def _cell(coder: Coder) -> str:
-    return coder.name.replace("|", "\\|")  # a bar would end the cell
-
-
 def main(small: bool) -> dict[str, Any]:
     """Measure and publish."""
     logging.disable(logging.WARNING)  # what other libraries say about this machine
@@ -281,7 +277,7 @@ def main(small: bool) -> dict[str, Any]:
         one, two = (found[coder.name] for _, found in runs)
         rate = 4 * count / 1e9
         rows.append([
-            f"`{_cell(coder)}`" if coder in own else _cell(coder), bits, lost,
+            f"`{coder.name}`" if coder in own else coder.name, bits, lost,
             rate / one.encode, runs[0][0] / one.encode, rate / one.add, runs[0][0] / one.add,
             rate / two.encode, runs[1][0] / two.encode, rate / two.add, runs[1][0] / two.add,
         ])  # fmt: skip
@@ -302,7 +298,7 @@ def main(small: bool) -> dict[str, Any]:
         for coder in rivals:
             best = found[coder.name]
             wide.append([
-                threads, _cell(coder), rate / best.encode, memcpy / best.encode,
+                threads, coder.name, rate / best.encode, memcpy / best.encode,
                 rate / best.add, memcpy / best.add,
             ])  # fmt: skip
     text = (

@@ -18,12 +18,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -109,15 +107,14 @@ class Kept:
 
 def diloco(setting: Setting) -> dict[str, Any]:
     """Run DiLoCo in simulation and read its metrics."""
-    with tempfile.TemporaryDirectory() as folder:
-        values = {
-            "run-name": "bench", "run-dir": folder, "rounds": setting.steps // setting.inner_steps,
-            "inner-steps": setting.inner_steps, "inner-lr": setting.inner_lr, "eval-every": 0,
-            "eval-tokens": EVAL_TOKENS, "codec-up": setting.codec_up,
-            "codec-down": setting.codec_down, "outer-lr": setting.outer_lr,
-            "outer-momentum": setting.outer_momentum, "sample-tokens": 0,
-        }  # fmt: skip
-        events = simulate(Path(folder), SITES, values)
+    values = {
+        "rounds": setting.steps // setting.inner_steps, "inner-steps": setting.inner_steps,
+        "inner-lr": setting.inner_lr, "eval-every": 0, "eval-tokens": EVAL_TOKENS,
+        "codec-up": setting.codec_up, "codec-down": setting.codec_down,
+        "outer-lr": setting.outer_lr, "outer-momentum": setting.outer_momentum,
+        "sample-tokens": 0,
+    }  # fmt: skip
+    events = simulate(SITES, values)
     rounds = [event for event in events if event["event"] == "round"]
     losses = [event for event in events if event["event"] == "eval" and event["site"] == "*"]
     parameters = next(event["parameters"] for event in events if event["event"] == "start")

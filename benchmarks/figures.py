@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|")  # a bar would end the cell, within code too
 
 
 def publish(name: str, title: str, text: str, figures: Any) -> None:
@@ -55,18 +57,18 @@ def run_python(code: str, *arguments: str, **environment: str) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def simulate(folder: Path, sites: int, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Run ``apps/diloco`` as people do, in simulation, with these keys; return its metrics.
-
-    ``values`` holds ``run-name`` and ``run-dir`` too; the latter is ``folder``.
-    """
-    config = " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
-    subprocess.run(
-        [
-            str(Path(sys.executable).with_name("flower-geo")), "run", str(REPO / "apps/diloco"),
-            "--sites", str(sites), "--plain", "--run-config", config,
-        ],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    lines = (folder / str(values["run-name"]) / "metrics.jsonl").read_text().splitlines()
+def simulate(sites: int, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Run ``apps/diloco`` as people do, in simulation, with these keys; return its metrics."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = {**values, "run-name": "bench", "run-dir": folder}
+        config = " ".join(f"{key}={json.dumps(value)}" for key, value in own.items())
+        subprocess.run(
+            [
+                str(Path(sys.executable).with_name("flower-geo")), "run",
+                str(REPO / "apps/diloco"), "--sites", str(sites), "--plain",
+                "--run-config", config,
+            ],
+            check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        lines = (Path(folder) / "bench" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

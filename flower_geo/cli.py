@@ -115,7 +115,8 @@ def cluster_up(
     from flower_geo.launch.options import by_site, check_node_keys, variables
 
     common, own = parse_overrides(node_config or ()), by_site(site_config or ())
-    check_node_keys({**common, **{key: 0 for values in own.values() for key in values}})
+    for keys in (common, *own.values()):
+        check_node_keys(keys)
     started = LocalCluster(
         sites, name=name, node_config=common, site_config=own, env=variables(env or ()),
     ).up()  # fmt: skip

@@ -37,14 +37,15 @@ def check_codecs(config: CommonConfig) -> None:
         CodecSpecError: a spec or a rung of the ladder cannot be read.
         ConfigError: an adaptive codec without error feedback up.
     """
+    specs = config.public()
     readers: list[tuple[str, Callable[[str], object]]] = [
-        (key, codec) for key in ("codec-up", "codec-down") if config.public()[key] != ADAPTIVE
+        (key, codec) for key in ("codec-up", "codec-down") if specs[key] != ADAPTIVE
     ]
     if len(readers) < 2:
         readers.append(("codec-ladder", ladder))
     for key, read in readers:
         try:
-            read(str(config.public()[key]))
+            read(str(specs[key]))
         except CodecSpecError as error:
             raise CodecSpecError(f"run-config {key}: {error}") from None
     if config.codec_up == ADAPTIVE and not config.error_feedback:

@@ -150,7 +150,7 @@ class RunSession:
 
     def _check_schema(self, master: Mapping[str, Tensor], initial: ArrayRecord) -> None:
         given = {name: tuple(array.shape) for name, array in initial.items()}
-        if {name: tuple(tensor.shape) for name, tensor in master.items()} != given:
+        if _shapes(master) != given:
             raise ResumeMismatch(
                 f"the checkpoint of run '{self.config.run_name}' holds another model than "
                 f"{self.config.model!r}; resume with its own model or choose another run-name"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flower_geo.compression import Codec
-from flower_geo.compression.parallel import SMALL, in_order, thread_count
+from flower_geo.compression.parallel import in_order, thread_count
 from flower_geo.errors import RoundError
 
 __all__ = [
@@ -101,5 +101,5 @@ def weighted_mean(
 
     wanted = list(base if names is None else names)
     values = len(parts) * sum(base[name].numel() for name in wanted)
-    count = 1 if values < SMALL else thread_count(threads)
+    count = thread_count(threads, values)
     yield from in_order(mean, wanted, count, ahead=count)

@@ -24,15 +24,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_geo.compression.buffers import blank
-from flower_geo.compression.floats import FP32, AddsTo, Floats, ValueCodec, Writes, finite
+from flower_geo.compression.floats import FP32, AddsTo, Bytes, Floats, ValueCodec, Writes, finite
 from flower_geo.compression.lossless import Packer, Section, sections_of
 from flower_geo.compression.randk import Drawn
 from flower_geo.compression.sparsify import Selection
 from flower_geo.errors import CodecError, CodecSpecError, CorruptPayload, NonFiniteTensor
 
 __all__ = ["BlobInfo", "Codec"]
-
-Bytes = NDArray[np.uint8]
 
 MAGIC = b"GEO\x01"
 _FIXED = struct.Struct("<4sIBBB")

@@ -11,7 +11,6 @@ coded tensor, or a number, the version that a coded difference leads to.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_geo.compression.codec import Codec
-from flower_geo.compression.records import STYPE, record_nbytes
+from flower_geo.compression.records import STYPE, read_array, record_nbytes
 from flower_geo.errors import CorruptPayload
 
 __all__ = [
@@ -54,10 +53,6 @@ WIDE: dict[str, Any] = {"float16": np.float32, "float32": np.float32, "float64":
 #: Records, and letters of a text, that an envelope may name.
 MAX_RECORDS, MAX_TEXT = 256, 4096
 _KINDS = ("whole", "packed", "deltas", "none")
-_HEADERS: dict[tuple[int, int], Any] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 
 @dataclass(frozen=True)
@@ -315,12 +310,10 @@ def check_plain(name: str, array: Array) -> None:
     """
     if array.stype != SType.NUMPY:
         return
-    file = io.BytesIO(array.data)
     try:
-        shape, _, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
-    except Exception:  # numpy evaluates the header and raises many kinds
+        shape, _, dtype, payload = read_array(array.data)
+    except Exception:
         raise CorruptPayload(f"tensor {name[:80]} is no array that can be read") from None
-    payload = memoryview(array.data)[file.tell() :]
     if dtype.kind not in "?biufc" or min(shape, default=0) < 0 or shape != tuple(array.shape):
         raise CorruptPayload(f"tensor {name[:80]} is not the array it claims to be")
     if math.prod(shape) * dtype.itemsize != len(payload):

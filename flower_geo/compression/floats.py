@@ -25,11 +25,14 @@ __all__ = [
     "FP16",
     "FP32",
     "PIECE",
+    "SCALES",
     "AddsTo",
+    "Bytes",
     "Floats",
     "ValueCodec",
     "Writes",
     "finite",
+    "whole",
     "written",
 ]
 
@@ -95,6 +98,12 @@ def written(codec: _Sized, values: Floats) -> bytes:
         raise NonFiniteTensor("values to encode hold NaN or infinity")
     del out
     return owner.getvalue()
+
+
+def whole(codec: ValueCodec, payload: memoryview, count: int) -> Floats:
+    """All values of a payload together, in memory of their own."""
+    pieces = (values for _, values in codec.pieces(payload, count))
+    return np.concatenate([np.zeros(0, dtype=np.float32), *pieces])
 
 
 def finite(values: Floats) -> bool:
@@ -226,3 +235,7 @@ class FP16:
         for start in range(0, count, PIECE):
             half = torch.from_numpy(every[start : start + PIECE].astype(np.float16))
             yield start, half.to(torch.float32).mul_(float(scale)).numpy()
+
+
+#: How the scales of blocks are stored, by the name a spec gives it.
+SCALES: dict[str, FP32 | BF16] = {"fp32": FP32(), "bf16": BF16()}

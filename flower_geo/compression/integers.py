@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from flower_geo.compression import floats
 from flower_geo.compression.bits import packed, packed_size, unpack_bits
-from flower_geo.compression.floats import BF16, Bytes, Floats, written
+from flower_geo.compression.floats import BF16, SCALES, Bytes, Floats, whole, written
 from flower_geo.compression.rounding import Dither
 from flower_geo.errors import CodecSpecError, CorruptPayload
 
-__all__ = ["INT_KEYS", "Int", "Int2"]
+__all__ = ["Int", "Int2"]
 
 _ZERO, _HALF = np.float32(0.0), np.float32(0.5)
 _TINY = np.nextafter(_ZERO, np.float32(1.0))  # smallest positive fp32
@@ -40,9 +40,9 @@ def _rows(values: Floats, block: int) -> Iterator[tuple[int, int, Floats]]:
         stop = min(start + step, values.size)
         piece, width = values[start:stop], min(block, stop - start)
         if piece.size % width or not (piece.flags.writeable and piece.flags.c_contiguous):
-            whole = np.zeros(-(-piece.size // width) * width, dtype=np.float32)
-            whole[: piece.size] = piece
-            piece = whole
+            filled = np.zeros(-(-piece.size // width) * width, dtype=np.float32)
+            filled[: piece.size] = piece
+            piece = filled
         yield start, stop, piece.reshape(-1, width)
 
 
@@ -55,28 +55,6 @@ def _up(scale: Floats) -> Floats:
 def _below(scale: Floats) -> Floats:
     """The bf16 before a bf16; positive."""
     return (scale.view(np.uint32) - np.uint32(0x10000)).view(np.float32)
-
-
-def _word(*words: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"must be {' or '.join(words)}")
-        return text
-
-    return read
-
-
-def _seed(text: str) -> int:
-    seed = int(text)
-    if not 0 <= seed < 2**64:
-        raise ValueError("must be from 0 to 2**64 - 1")
-    return seed
-
-
-#: Keys of a spec's ``int8`` and ``int4`` beside ``block``.
-INT_KEYS: dict[str, Callable[[str], Any]] = {
-    "round": _word("nearest", "stochastic"), "seed": _seed, "scale": _word("fp32", "bf16"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,7 +105,7 @@ class Int:
 
     def _head(self, count: int) -> int:
         """Bytes of the scales."""
-        return (4 if self.scale == "fp32" else 2) * -(-count // self.block)
+        return SCALES[self.scale].size(-(-count // self.block))
 
     def size(self, count: int) -> int:
         """Scales, then codes."""
@@ -171,11 +149,7 @@ class Int:
             else:
                 small = codes.to(torch.int8).add_(self.top).view(torch.uint8)
                 out[at:end] = packed(small.numpy(), self.bits)
-        kept = scales.astype("<f4", copy=False).view(np.uint8)
-        if self.scale == "bf16":
-            kept = (scales.view(np.uint32) >> np.uint32(16)).astype("<u2").view(np.uint8)
-        out[:head] = kept
-        return True
+        return SCALES[self.scale].write(scales, out[:head])
 
     def _scale(self, largest: Floats, ordinary: bool) -> None:
         """Turn largest magnitudes into scales, in place."""
@@ -195,10 +169,8 @@ class Int:
         largest[:] = scale
 
     def _scales(self, payload: memoryview, count: int) -> Floats:
-        raw = payload[: self._head(count)]
-        if self.scale == "fp32":
-            return np.frombuffer(raw, dtype="<f4").astype(np.float32)
-        return (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+        blocks = -(-count // self.block)
+        return whole(SCALES[self.scale], payload[: self._head(count)], blocks)
 
     def pieces(self, payload: memoryview, count: int) -> Iterator[tuple[int, Floats]]:
         """Code times scale, in fp32."""
@@ -243,12 +215,12 @@ class Int:
         else:
             codes = unpack_bits(part, length, self.bits)
             out.copy_(torch.from_numpy(codes)).sub_(self.top)
-        first, (whole, rest) = start // self.block, divmod(length, self.block)
+        first, (full, rest) = start // self.block, divmod(length, self.block)
         body = length - rest
-        factors = torch.from_numpy(scales[first : first + whole])
-        out[:body].view(whole, self.block).mul_(factors[:, None])
+        factors = torch.from_numpy(scales[first : first + full])
+        out[:body].view(full, self.block).mul_(factors[:, None])
         if rest:
-            out[body:].mul_(float(scales[first + whole]))
+            out[body:].mul_(float(scales[first + full]))
 
 
 @dataclass(frozen=True)
@@ -306,22 +278,19 @@ class Int2:
     def pieces(self, payload: memoryview, count: int) -> Iterator[tuple[int, Floats]]:
         """Sign times magnitude."""
         blocks = self._blocks(count)
-        pairs = np.concatenate(
-            [values for _, values in BF16().pieces(payload[: 4 * blocks], 2 * blocks)]
-            or [np.zeros(0, dtype=np.float32)]
-        ).reshape(blocks, 2)
+        pairs = whole(BF16(), payload[: 4 * blocks], 2 * blocks).reshape(blocks, 2)
         data = payload[4 * blocks :]
         step = _step(self.block)
         for start in range(0, count, step):
             stop = min(start + step, count)
             codes = unpack_bits(data[start // 4 : packed_size(stop, 2)], stop - start, 2)
-            first, (whole, rest) = start // self.block, divmod(stop - start, self.block)
+            first, (full, rest) = start // self.block, divmod(stop - start, self.block)
             high = (codes & 1).view(np.bool_)
             values = np.empty(stop - start, dtype=np.float32)
             body = values.size - rest
-            lower, upper = pairs[first : first + whole].T
+            lower, upper = pairs[first : first + full].T
             values[:body] = np.where(
-                high[:body].reshape(whole, self.block), upper[:, None], lower[:, None]
+                high[:body].reshape(full, self.block), upper[:, None], lower[:, None]
             ).reshape(-1)
             if rest:
                 values[body:] = np.where(high[body:], pairs[-1, 1], pairs[-1, 0])

@@ -28,12 +28,18 @@ SMALL = 1 << 20
 _starting = threading.Lock()
 
 
-def thread_count(wanted: int | None = None) -> int:
+def thread_count(wanted: int | None = None, values: int | None = None) -> int:
     """Threads to use: as asked, else of the environment, else as many as torch uses.
 
     The last is the number of cores unless ``OMP_NUM_THREADS`` or
     ``torch.set_num_threads`` says less; never more than the cores of this process.
+
+    Args:
+        wanted: as asked.
+        values: how many are to be coded in all; fewer than :data:`SMALL` take one thread.
     """
+    if values is not None and values < SMALL:
+        return 1
     if wanted is None:
         text = os.environ.get(THREADS, "")
         wanted = int(text) if text.isdecimal() and int(text) else _cores()

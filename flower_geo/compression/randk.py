@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from flower_geo.compression.floats import Floats
 from flower_geo.compression.sparsify import Indices
 
 __all__ = ["Drawn", "RandK"]
-
-Floats = NDArray[np.float32]
 
 #: Indices drawn at a time.
 _PIECE = 1 << 16

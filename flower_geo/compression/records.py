@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flower_geo.compression.codec import MAX_VALUES, Codec
 from flower_geo.compression.feedback import ErrorFeedback
-from flower_geo.compression.parallel import SMALL, in_order
-from flower_geo.compression.quantize import FP32
+from flower_geo.compression.floats import FP32
+from flower_geo.compression.parallel import in_order, thread_count
 from flower_geo.compression.spec import AnyCodec
 from flower_geo.errors import CorruptPayload
 
@@ -25,6 +25,7 @@ __all__ = [
     "STYPE",
     "content_hash",
     "pack",
+    "read_array",
     "record_blobs",
     "record_from_blobs",
     "record_nbytes",
@@ -66,10 +67,9 @@ def pack(
             return codec.encode(state[name], name)
         return feedback.encode(name, state[name], codec)
 
-    if sum(tensor.numel() for tensor in state.values()) < SMALL:
-        threads = 1
+    count = thread_count(threads, sum(tensor.numel() for tensor in state.values()))
     record = ArrayRecord()
-    for (name, tensor), blob in zip(state.items(), in_order(encode, state, threads), strict=True):
+    for (name, tensor), blob in zip(state.items(), in_order(encode, state, count), strict=True):
         record[name] = _array(blob, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     return record
 
@@ -103,9 +103,8 @@ def unpack(
         except CorruptPayload as error:
             raise CorruptPayload(f"tensor {name}: {error}") from None
 
-    if record_nbytes(record) < SMALL:
-        threads = 1
-    return dict(zip(record, in_order(decode, record.items(), threads), strict=True))
+    count = thread_count(threads, record_nbytes(record))  # a byte or more each, as a rule
+    return dict(zip(record, in_order(decode, record.items(), count), strict=True))
 
 
 def unpack_blobs(record: ArrayRecord, shapes: Shapes) -> dict[str, bytes]:
@@ -146,6 +145,20 @@ def _check_names(record: ArrayRecord, shapes: Shapes | None) -> None:
         )
 
 
+def read_array(data: bytes) -> tuple[tuple[int, ...], bool, Any, memoryview]:
+    """Shape, Fortran order, dtype and payload of a .npy file, as its header claims.
+
+    numpy evaluates the header and raises many kinds of exception.  Whether payload
+    and claims agree is for the caller to see.
+    """
+    file = io.BytesIO(data)
+    version = np.lib.format.read_magic(file)
+    if version not in _HEADERS:
+        raise ValueError(f"version {version} of the array format is for structures")
+    shape, fortran, dtype = _HEADERS[version](file)
+    return shape, fortran, dtype, memoryview(data)[file.tell() :]
+
+
 def _plain(name: str, array: Array, shape: tuple[int, ...] | None) -> Tensor:
     """A Flower Array as fp32, in memory of its own.
 
@@ -154,13 +167,9 @@ def _plain(name: str, array: Array, shape: tuple[int, ...] | None) -> Tensor:
     """
     if array.stype != SType.NUMPY:
         raise CorruptPayload(f"tensor {name} is of the unknown serialisation {array.stype[:40]!r}")
-    file = io.BytesIO(array.data)
     try:
-        version = np.lib.format.read_magic(file)
-        if version not in _HEADERS:
-            raise ValueError(f"version {version} of the array format is for structures")
-        found, fortran, dtype = _HEADERS[version](file)
-    except Exception as error:  # numpy evaluates the header and raises many kinds
+        found, fortran, dtype, payload = read_array(array.data)
+    except Exception as error:
         line = " ".join(str(error).split())[:120]
         raise CorruptPayload(f"tensor {name} cannot be read: {line}") from None
     if dtype.kind != "f" or (shape is not None and found != shape):
@@ -168,7 +177,6 @@ def _plain(name: str, array: Array, shape: tuple[int, ...] | None) -> Tensor:
             f"tensor {name} is {dtype}{list(found)[:8]}"
             + ("" if shape is None else f", not float{list(shape)}")
         )
-    payload = memoryview(array.data)[file.tell() :]
     sizes_fit = 0 <= min(found, default=0) and math.prod(max(n, 1) for n in found) <= MAX_VALUES
     if not sizes_fit or math.prod(found) * dtype.itemsize != len(payload):
         raise CorruptPayload(f"tensor {name} has {len(payload)} bytes for {dtype}{list(found)[:8]}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-from numpy.typing import NDArray
+
+from flower_geo.compression.floats import Floats
 
 __all__ = ["Dither"]
-
-Floats = NDArray[np.float32]
 
 
 class Dither:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from flower_geo.compression.bits import packed_size
-from flower_geo.compression.floats import BF16, FP32, PIECE, Floats
+from flower_geo.compression.floats import BF16, FP32, PIECE, SCALES, Floats, whole
 
 __all__ = ["Sign"]
 
@@ -42,7 +42,7 @@ class Sign:
     @property
     def means(self) -> BF16 | FP32:
         """The codec of the means."""
-        return BF16() if self.scale == "bf16" else FP32()
+        return SCALES[self.scale]
 
     def means_size(self, count: int) -> int:
         """Bytes of the means, which come first."""
@@ -58,10 +58,6 @@ class Sign:
         unit = math.lcm(self.block, 8)
         return max(1, PIECE // unit) * unit
 
-    def _rounded(self, payload: bytes | memoryview, count: int) -> Floats:
-        pieces = self.means.pieces(memoryview(payload), count)
-        return np.concatenate([np.zeros(0, dtype=np.float32), *(each for _, each in pieces)])
-
     def encode(self, values: Floats) -> bytes:
         """Means and signs."""
         means, signs = [], []
@@ -74,14 +70,15 @@ class Sign:
                 found = np.append(found, size[body:].mean(dtype=np.float64))
             means.append(self.means.encode(found.astype(np.float32)))
             # No sign under a mean of zero: -0.0 would not come out as it went in.
-            some = np.repeat(self._rounded(means[-1], found.size) != 0, self.block)[: part.size]
+            rounded = whole(self.means, memoryview(means[-1]), found.size)
+            some = np.repeat(rounded != 0, self.block)[: part.size]
             signs.append(np.packbits((part < 0) & some, bitorder="little").tobytes())
         return b"".join(means + signs)
 
     def pieces(self, payload: memoryview, count: int) -> Iterator[tuple[int, Floats]]:
         """Sign times mean."""
         split = self.means_size(count)
-        means = self._rounded(payload[:split], -(-count // self.block))
+        means = whole(self.means, payload[:split], -(-count // self.block))
         data = np.frombuffer(payload[split:], dtype=np.uint8)
         for start in range(0, count, self._step):
             stop = min(start + self._step, count)

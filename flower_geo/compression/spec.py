@@ -24,8 +24,9 @@ from typing import Any
 from torch import Tensor
 
 from flower_geo.compression.codec import Codec
+from flower_geo.compression.floats import BF16, FP16, FP32
+from flower_geo.compression.integers import Int, Int2
 from flower_geo.compression.lossless import Packer, Zstd
-from flower_geo.compression.quantize import BF16, FP16, FP32, INT_KEYS, Int, Int2
 from flower_geo.compression.randk import Drawn, RandK
 from flower_geo.compression.sign import Sign
 from flower_geo.compression.sparsify import Selection, TopK
@@ -55,7 +56,7 @@ MAX_CHAIN, MAX_RULES = 200, 100_000
 def register(name: str, make: Maker, keys: dict[str, Any], **defaults: Any) -> None:
     """Add a stage: a value codec, a selection that comes before one, or a packer after it.
 
-    What ``make`` returns has the members of ``quantize.ValueCodec``,
+    What ``make`` returns has the members of ``floats.ValueCodec``,
     ``sparsify.Selection`` (or ``randk.Drawn``) or ``lossless.Packer``.  Both ends
     of a connection must register it; a blob names its codec.
 
@@ -254,9 +255,13 @@ _BLOCK = {"block": _integer(8, 1 << 20)}
 register("fp32", FP32, {})
 register("bf16", BF16, {})
 register("fp16", FP16, {})
+_INT_KEYS = {
+    **_BLOCK, "round": _one_of("nearest", "stochastic"), "seed": _integer(0, 2**64 - 1),
+    "scale": _one_of("fp32", "bf16"),
+}  # fmt: skip
 _INT = {"round": "nearest", "seed": 0, "scale": "fp32"}
-register("int8", lambda **keys: Int(8, **keys), {**_BLOCK, **INT_KEYS}, block=256, **_INT)
-register("int4", lambda **keys: Int(4, **keys), {**_BLOCK, **INT_KEYS}, block=64, **_INT)
+register("int8", lambda **keys: Int(8, **keys), _INT_KEYS, block=256, **_INT)
+register("int4", lambda **keys: Int(4, **keys), _INT_KEYS, block=64, **_INT)
 register("int2", Int2, _BLOCK, block=64)
 register("sign", Sign, {**_BLOCK, "scale": _one_of("bf16", "fp32")}, block=256, scale="bf16")
 register("topk", TopK, {"density": _share, "chunk": _integer(16, 1 << 24)}, chunk=4096)

@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flower_geo.compression.codec import Codec
-from flower_geo.compression.quantize import FP32
+from flower_geo.compression.floats import FP32
 from flower_geo.compression.records import (
     content_hash,
     pack,

@@ -105,12 +105,12 @@ def plan(options: RunOptions) -> RunPlan:
         )
     sites = options.sites or int(federation_config.get("num-supernodes", _DEFAULT_SITES))
     config, overrides = settings.config, dict(settings.overrides)
-    _check_meaning(config, here)
     if cli is None and config.min_sites > sites:
         raise ConfigError(
             f"min-sites={config.min_sites} cannot be met by {sites} simulated sites; "
             f"give --sites {config.min_sites}"
         )
+    _check_meaning(config, here)
     folder = None
     if here:
         run_dir = Path(config.run_dir).expanduser().absolute()
@@ -167,21 +167,17 @@ def _with_absolute_paths(overrides: Mapping[str, Any]) -> dict[str, Any]:
     A name is meant where a path could be as well: ``model="gpt2-nano"`` is the
     shape though there be a folder of that name; write ``./gpt2-nano`` for it.
     """
+    from flower_geo.models import MODELS
+
     resolved = dict(overrides)
     for key in _PATH_KEYS:
         value = overrides.get(key)
         if not isinstance(value, str) or value == "builtin":
             continue
         path, shard = (value[: -len("[*]")], "[*]") if value.endswith("[*]") else (value, "")
-        if Path(path).expanduser().exists() and not (key == "model" and _is_shape(value)):
+        if Path(path).expanduser().exists() and not (key == "model" and value in MODELS):
             resolved[key] = str(Path(path).expanduser().absolute()) + shard
     return resolved
-
-
-def _is_shape(name: str) -> bool:
-    from flower_geo.models import MODELS  # loads torch
-
-    return name in MODELS
 
 
 def _check_unused(folder: Path) -> None:

@@ -24,8 +24,7 @@ from tests.compression.blobs import noise
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads for however few values."""
-    for module in ("flower_geo.compression.records", "flower_geo.aggregation.reducers"):
-        monkeypatch.setattr(f"{module}.SMALL", 0)
+    monkeypatch.setattr(parallel, "SMALL", 0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from flower_geo.compression import floats
-from flower_geo.compression.quantize import BF16, FP16, FP32, Int, Int2, ValueCodec
+from flower_geo.compression.floats import BF16, FP16, FP32, ValueCodec
+from flower_geo.compression.integers import Int, Int2
 
 Floats = NDArray[np.float32]
 LARGEST = float(np.finfo(np.float32).max)

@@ -39,8 +39,8 @@ def delta(scale: float = 1.0, spec: str = "fp32") -> Any:
 class Clock:
     """Seconds since the test began."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now

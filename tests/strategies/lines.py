@@ -15,25 +15,12 @@ from flower_geo.resilience import Exchange
 from flower_geo.strategies import session
 from flower_geo.strategies.links import TimedExchange
 from tests.federation import MemoryGrid, Node, Tamper, sites
+from tests.resilience.scripted import Clock
 
 #: Seconds a site works at a message, and what a round trip costs beside bytes.
 WORK, LATENCY = 30.0, 4.0
 #: (site, kind, round) -> bytes a second up, down
 Line = Callable[[str, str, int], tuple[float, float]]
-
-
-class Clock:
-    """Seconds since the test began."""
-
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds >= 0
-        self.now += seconds
 
 
 class SlowGrid(MemoryGrid):

@@ -15,7 +15,8 @@ from flower_geo.config import DiLoCoConfig
 from flower_geo.errors import CodecSpecError, ConfigError, NotEnoughSites
 from flower_geo.observe import write_report
 from flower_geo.strategies import DiLoCo, initial_arrays
-from tests.strategies.lines import Clock, SlowGrid, on_clock, slow_federation
+from tests.resilience.scripted import Clock
+from tests.strategies.lines import SlowGrid, on_clock, slow_federation
 from tests.strategies.runs import Killed, configured, dying, equal, events, federation, run
 
 LADDER = "bf16 > int8(block=256) > int4(block=64) > topk(density=0.05,chunk=4096)|int4(block=64)"

@@ -28,7 +28,8 @@ from flower_geo.resilience.replies import payload_hash
 from flower_geo.site import work
 from flower_geo.site.state import SiteState
 from tests.federation import Node
-from tests.strategies.lines import Clock, SlowGrid, on_clock, slow_federation
+from tests.resilience.scripted import Clock
+from tests.strategies.lines import SlowGrid, on_clock, slow_federation
 from tests.strategies.runs import Killed, configured, equal, events, federation, run
 
 ROUNDS, SITES, DEADLINE = 12, 3, 100.0
