@@ -127,10 +127,10 @@ class GeoStrategy(Strategy):
             outcome = self._retried(session)
             following = session.fold(self.next_model, outcome)
             session.commit(following, self.outer_state(), outcome)
-            round = session.done
-            result.train_metrics_clientapp[round] = MetricRecord({**session.train_metrics})
-            if session.evaluated is not None:
-                measured, loss = session.evaluated
+            round, figures = session.done, session.figures
+            result.train_metrics_clientapp[round] = MetricRecord({**figures.train_metrics})
+            if figures.evaluated is not None:
+                measured, loss = figures.evaluated
                 result.evaluate_metrics_clientapp[measured] = MetricRecord({"loss": loss})
             if evaluate_fn is not None:
                 arrays = pack(session.broadcaster.master, codec("fp32"))

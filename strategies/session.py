@@ -28,6 +28,7 @@ from flower_geo.resilience import (
     Screen,
     SiteRecord,
 )
+from flower_geo.strategies.figures import Figures
 from flower_geo.strategies.links import Links, TimedExchange
 from flower_geo.strategies.model import RunModel
 
@@ -46,8 +47,7 @@ class RunSession:
         folder: the run folder, locked.
         broadcaster: master and shadow weights and their version.
         done: committed rounds.
-        train_metrics: numbers of the newest committed round.
-        evaluated: (version, held-out loss of the whole) measured last, or None.
+        figures: what was measured last.
     """
 
     def __init__(self, config: CommonConfig, strategy: str, grid: Grid, folder: RunFolder) -> None:
@@ -69,11 +69,8 @@ class RunSession:
         self.broadcaster: Broadcaster
         self.links = Links(config, {})
         self.done = 0
-        self.train_metrics: dict[str, float] = {}
-        self.evaluated: tuple[int, float] | None = None
+        self.figures = Figures(self.emit, self.membership, config.rounds)
         self._started = time.monotonic()
-        self._round_began = self._started
-        self._seconds_fold = 0.0
 
     @classmethod
     def open(cls, config: CommonConfig, strategy: str, grid: Grid) -> RunSession:
@@ -209,7 +206,7 @@ class RunSession:
     def gather(self, attempt: int) -> RoundOutcome:
         """Collect the replies of the next round."""
         if attempt == 1:
-            self._round_began = time.monotonic()
+            self.figures.begin()
         return self.engine.gather(
             self.done + 1, attempt, self._hello,
             lambda record: self._train_request(record, attempt),
@@ -238,14 +235,14 @@ class RunSession:
         """Make the next model from the round's replies."""
         began = time.monotonic()
         following = next_model(self.broadcaster.master, self.broadcaster.shadow, outcome.replies)
-        self._seconds_fold = time.monotonic() - began
+        self.figures.seconds_fold = time.monotonic() - began
         return following
 
     def commit(
         self, following: dict[str, Tensor], outer: dict[str, Tensor], outcome: RoundOutcome
     ) -> None:
         """Make the round final; the writing goes on beside the next round."""
-        self._report_evaluation(self.done, outcome)
+        self.figures.evaluation(self.done, outcome)
         waited = time.monotonic()
         self.writer.wait()
         seconds_commit = time.monotonic() - waited
@@ -269,7 +266,7 @@ class RunSession:
         }  # fmt: skip
         done = self.done
         self._write(done, outer, entry, then=lambda: self.folder.spool.clear(done))
-        self._report_round(outcome, entry["hash"], seconds_commit)
+        self.figures.round(self.done, outcome, entry["hash"], seconds_commit)
 
     def _write(
         self,
@@ -303,59 +300,6 @@ class RunSession:
 
         self.writer.submit(work)
 
-    # -- figures --------------------------------------------------------------
-
-    def _report_evaluation(self, version: int, outcome: RoundOutcome) -> None:
-        """Held-out loss of the model the round began with, by site and of the whole."""
-        measured = [
-            (reply.meta.site, reply.meta.metrics["loss-before"], reply.meta.metrics["eval-tokens"])
-            for reply in outcome.replies
-            if "loss-before" in reply.meta.metrics and reply.meta.staleness == 0
-        ]
-        self._emit_losses(version, measured)
-
-    def _emit_losses(self, version: int, measured: Sequence[tuple[str, float, float]]) -> None:
-        tokens = sum(count for _, _, count in measured)
-        if not tokens:
-            return
-        for site, loss, count in measured:
-            self.emit(
-                "eval", round=version, site=site, loss=loss, tokens=count,
-                data=self.membership.sites[site].data,
-            )  # fmt: skip
-        whole = sum(loss * count for _, loss, count in measured) / tokens
-        self.emit("eval", round=version, site="*", loss=whole, tokens=tokens)
-        self.evaluated = (version, whole)
-        logger.info("held-out loss after %d rounds: %.4f", version, whole)
-
-    def _report_round(self, outcome: RoundOutcome, hash: str, seconds_commit: float) -> None:
-        replies = outcome.replies
-        seconds = time.monotonic() - self._round_began
-        tokens = sum(reply.meta.metrics.get("tokens", 0.0) for reply in replies)
-        loss = sum(
-            reply.meta.metrics.get("train-loss", 0.0) * reply.meta.metrics.get("tokens", 0.0)
-            for reply in replies
-        ) / max(tokens, 1.0)
-        slowest = max(reply.meta.metrics.get("seconds", 0.0) for reply in replies)
-        self.train_metrics = {
-            "train-loss": loss, "tokens": tokens, "replies": float(len(replies)),
-            "bytes-up": float(outcome.bytes_up), "bytes-down": float(outcome.bytes_down),
-        }  # fmt: skip
-        self.emit(
-            "round", round=self.done, attempt=outcome.attempt, asked=outcome.asked,
-            accepted=len(replies), train_loss=loss,
-            tokens=tokens, tokens_per_second=tokens / max(seconds, 1e-9), seconds=seconds,
-            seconds_slowest_site=slowest, seconds_fold=self._seconds_fold,
-            seconds_commit=seconds_commit, bytes_up=outcome.bytes_up,
-            bytes_down=outcome.bytes_down, hash=hash,
-        )  # fmt: skip
-        logger.info(
-            "round %d/%d: %d of %d sites, training loss %.4f, %.0f tokens/s, "
-            "%.2f MB up, %.2f MB down",
-            self.done, self.config.rounds, len(replies), outcome.asked, loss,
-            tokens / max(seconds, 1e-9), outcome.bytes_up / 1e6, outcome.bytes_down / 1e6,
-        )  # fmt: skip
-
     # -- end ------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -363,7 +307,7 @@ class RunSession:
         measured = self.engine.evaluate(
             self.done, lambda record: self._request(record, round=self.done, evaluate=True)
         )
-        self._emit_losses(self.done, measured)
+        self.figures.losses(self.done, measured)
         self.writer.wait()
         folder = self.folder.path / "model"
         if not folder.exists():

@@ -6,7 +6,7 @@ from flower_geo.resilience.admission import Membership, Screen, SiteRecord
 from flower_geo.resilience.checkpoint import BackgroundWriter, Checkpoint, CheckpointStore
 from flower_geo.resilience.exchange import Exchange, Incoming
 from flower_geo.resilience.journal import Journal
-from flower_geo.resilience.policy import RoundOutcome, RoundPolicy
+from flower_geo.resilience.policy import Emit, RoundOutcome, RoundPolicy
 from flower_geo.resilience.rounds import RoundEngine
 from flower_geo.resilience.runfolder import RunFolder
 from flower_geo.resilience.spool import Spool, SpooledReply
@@ -15,6 +15,7 @@ __all__ = [
     "BackgroundWriter",
     "Checkpoint",
     "CheckpointStore",
+    "Emit",
     "Exchange",
     "Incoming",
     "Journal",

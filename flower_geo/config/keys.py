@@ -1,71 +1,24 @@
-"""Run configuration: typed, kebab-case, checked before anything starts.
+"""The keys of a run's configuration, their defaults and ranges.
 
 One frozen pydantic model a concern, composed into one model a strategy.  Field
 names are Python's (``inner_steps``); users write them in kebab case
-(``inner-steps``), in an app's ``[tool.flwr.app.config]`` table or in
-``--run-config``.  Every model is valid by its own defaults.
+(``inner-steps``).  Every model is valid by its own defaults.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import re
-import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from flower_geo.config.names import check_name, kebab, nearest
 from flower_geo.errors import ConfigError
 
-__all__ = [
-    "FIXED_KEYS",
-    "TRAINING_KEYS",
-    "AppSettings",
-    "CommonConfig",
-    "DiLoCoConfig",
-    "check_name",
-    "config_for",
-    "kebab",
-    "load_app",
-    "nearest",
-    "parse",
-    "parse_overrides",
-]
+__all__ = ["FIXED_KEYS", "TRAINING_KEYS", "CommonConfig", "DiLoCoConfig", "Scalar", "config_for"]
 
 Scalar = bool | int | float | str
-
-#: Names that become folder names on the coordinator and at the sites.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def kebab(name: str) -> str:
-    """``inner_steps`` -> ``inner-steps``."""
-    return name.replace("_", "-")
-
-
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return ``", did you mean 'x'?"`` for the closest choice, or an empty string."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
-    return f", did you mean '{close[0]}'?" if close else ""
-
-
-def check_name(value: str, what: str) -> str:
-    """Return ``value`` when it may name a folder, else raise ``ConfigError``.
-
-    A run or site name reaches the file system of machines that did not choose
-    it, so it can hold no separator and no leading dot.
-    """
-    if not _NAME.fullmatch(value):
-        raise ConfigError(
-            f"{what} {value[:80]!r} cannot name a folder: use 1 to 64 letters, digits, "
-            "'.', '_' or '-', beginning with a letter or digit"
-        )
-    return value
 
 
 class CommonConfig(BaseModel):
@@ -277,8 +230,6 @@ class DiLoCoConfig(CommonConfig):
 
 _STRATEGIES: dict[str, type[CommonConfig]] = {"diloco": DiLoCoConfig}
 
-_C = TypeVar("_C", bound=CommonConfig)
-
 
 def config_for(strategy: str) -> type[CommonConfig]:
     """Return the configuration model of a strategy by its name."""
@@ -289,112 +240,3 @@ def config_for(strategy: str) -> type[CommonConfig]:
             f"strategy {strategy!r} is not known{nearest(strategy, _STRATEGIES)} "
             f"(known: {', '.join(sorted(_STRATEGIES))})"
         ) from None
-
-
-def parse(model: type[_C], values: Mapping[str, Any]) -> _C:
-    """Check ``values`` (kebab-case keys) against ``model``.
-
-    Raises:
-        ConfigError: an unknown key (with the nearest known one) or a value of
-            the wrong type or range, in one line.
-    """
-    known = {kebab(name) for name in model.model_fields}
-    for key in values:
-        if key not in known:
-            raise ConfigError(
-                f"run-config key '{key}' is not known{nearest(key, known)} "
-                "('flower-geo config' lists the keys)"
-            )
-    try:
-        return model.model_validate(dict(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        message = message[:1].lower() + message[1:]
-        if not where:
-            raise ConfigError(f"run-config: {message}") from None
-        given = values.get(where, first.get("input"))
-        raise ConfigError(f"run-config {where}={given!r}: {message}") from None
-
-
-def parse_overrides(pieces: Iterable[str]) -> dict[str, Scalar]:
-    """Read ``--run-config`` strings: ``key=value`` pairs, or one ``.toml`` file.
-
-    Values are TOML (``"text"``, ``3``, ``0.5``, ``true``); a bare word such as
-    ``fp32`` is taken as text, which Flower itself would refuse.
-
-    Raises:
-        ConfigError: a piece that is neither.
-    """
-    merged: dict[str, Scalar] = {}
-    for piece in pieces:
-        if piece.strip().endswith(".toml") and "=" not in piece:
-            merged.update(_read_toml(Path(piece.strip()).expanduser()))
-            continue
-        for key, value in _pairs(piece).items():
-            try:
-                merged[key] = tomllib.loads(f"v = {value}")["v"]
-            except tomllib.TOMLDecodeError:
-                merged[key] = value
-    return merged
-
-
-def _pairs(piece: str) -> dict[str, str]:
-    pattern = re.compile(r"""\s*([A-Za-z0-9_.-]+)=("[^"]*"|'[^']*'|\S+)""")
-    pairs, at = dict[str, str](), 0
-    while piece[at:].strip():
-        match = pattern.match(piece, at)
-        if not match:
-            raise ConfigError(
-                f"run-config {piece[at:].strip()!r} cannot be read: write key=value pairs "
-                "divided by spaces, text with spaces in quotes"
-            )
-        if match[1] in pairs:
-            raise ConfigError(f"'{match[1]}' is given twice in {piece.strip()!r}; leave one out")
-        pairs[match[1]] = match[2]
-        at = match.end()
-    return pairs
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return dict(tomllib.loads(path.read_text()))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-
-
-@dataclass(frozen=True)
-class AppSettings:
-    """A Flower app's folder with its run configuration, checked.
-
-    Attributes:
-        folder: absolute path of the app.
-        config: defaults of the app's pyproject.toml under the overrides.
-        overrides: the overrides alone, typed, as ``flwr run`` takes them.
-    """
-
-    folder: Path
-    config: CommonConfig
-    overrides: dict[str, Scalar]
-
-
-def load_app(folder: str | Path, overrides: Iterable[str] = ()) -> AppSettings:
-    """Read and check an app's configuration as the ServerApp will see it.
-
-    Raises:
-        ConfigError: no app there, an unknown key or an ill-typed value.
-    """
-    path = Path(folder).expanduser().resolve()
-    pyproject = path / "pyproject.toml"
-    if not pyproject.is_file():
-        raise ConfigError(f"{path} is no Flower app: it has no pyproject.toml")
-    tool: Any = _read_toml(pyproject).get("tool", {})
-    table = tool.get("flwr", {}).get("app", {})
-    defaults = table.get("config", {})
-    given = parse_overrides(overrides)
-    merged = {**defaults, **given}
-    model = config_for(str(merged.get("strategy", "diloco")))
-    return AppSettings(path, parse(model, merged), given)
