@@ -18,14 +18,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from threading import Lock
 from typing import Any
 
-from benchmarks.figures import output_folder, publish, run_python, simulate, table
+from benchmarks.figures import Kept, publish, run_python, simulate, table
 
 SITES, EVAL_TOKENS = 4, 32_768
 
@@ -80,31 +78,6 @@ print(json.dumps({"loss": sum(l.loss_sum for l in losses) / sum(l.tokens for l i
 """
 
 
-class Kept:
-    """Results on disk, so that an interrupted benchmark goes on.
-
-    Args:
-        resume: use what an earlier call has measured.
-    """
-
-    def __init__(self, resume: bool) -> None:
-        self.path = output_folder() / "convergence-runs.json"
-        known = resume and self.path.exists()
-        self.results: dict[str, Any] = json.loads(self.path.read_text()) if known else {}
-        self.lock = Lock()
-
-    def get(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of that key, measured now unless it is known."""
-        if key not in self.results:
-            found = measure()
-            with self.lock:
-                self.results[key] = found
-                self.path.write_text(json.dumps(self.results, indent=1))
-            print(key, json.dumps(found), flush=True)
-        known: dict[str, Any] = self.results[key]
-        return known
-
-
 def diloco(setting: Setting) -> dict[str, Any]:
     """Run DiLoCo in simulation and read its metrics."""
     values = {
@@ -133,7 +106,7 @@ def data_parallel(steps: int, lr: float) -> dict[str, Any]:
 
 def main(course: bool, resume: bool) -> list[dict[str, Any]]:
     """Measure and publish."""
-    kept = Kept(resume)
+    kept = Kept("convergence-runs", resume)
     settings = BASE[:1] + (COURSE if course else ()) + BASE[1:]
     pairs = sorted({(setting.steps, setting.inner_lr) for setting in settings}, reverse=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process with one thread

@@ -8,8 +8,9 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
@@ -43,6 +44,32 @@ def publish(name: str, title: str, text: str, figures: Any) -> None:
         "machine": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
     }  # fmt: skip
     (output_folder() / f"{name}.json").write_text(json.dumps(record, indent=1))
+
+
+class Kept:
+    """Results on disk, so that an interrupted benchmark goes on.
+
+    Args:
+        name: of the file.
+        resume: use what an earlier call has measured.
+    """
+
+    def __init__(self, name: str, resume: bool) -> None:
+        self.path = output_folder() / f"{name}.json"
+        known = resume and self.path.exists()
+        self.results: dict[str, Any] = json.loads(self.path.read_text()) if known else {}
+        self.lock = Lock()
+
+    def get(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of that key, measured now unless it is known."""
+        if key not in self.results:
+            found = measure()
+            with self.lock:
+                self.results[key] = found
+                self.path.write_text(json.dumps(self.results, indent=1))
+            print(key, json.dumps(found), flush=True)
+        known: dict[str, Any] = self.results[key]
+        return known
 
 
 def run_python(code: str, *arguments: str, **environment: str) -> Any:

@@ -71,15 +71,23 @@ class TopK:
     Chunked as in SparseLoCo (arXiv:2508.15706), so that an index takes
     ``log2(chunk)`` bits, or one bit a value as a bitmap where that is smaller.
     A last short chunk is padded, not cut at a divisor of some dimension.
+
+    Attributes:
+        density: share kept, above 0.
+        chunk: values chosen among.
+        index: ``auto``, or ``bitmap`` at any density: longer, but before a packer
+            shorter, since packed indices look like noise to it.
     """
 
     density: float
     chunk: int
+    index: str = "auto"
 
     @property
     def spec(self) -> str:
         """``topk(density=0.03,chunk=4096)``."""
-        return f"topk(density={self.density!r},chunk={self.chunk})"
+        index = "" if self.index == "auto" else f",index={self.index}"
+        return f"topk(density={self.density!r},chunk={self.chunk}{index})"
 
     def _keep(self, length: int) -> int:
         return min(length, max(1, round(self.density * length))) if length else 0
@@ -95,7 +103,7 @@ class TopK:
 
     @property
     def _bitmap(self) -> bool:
-        return self._keep(self.chunk) * self._bits > self.chunk
+        return self.index == "bitmap" or self._keep(self.chunk) * self._bits > self.chunk
 
     def kept(self, count: int) -> int:
         """Values kept of ``count``."""

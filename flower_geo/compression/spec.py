@@ -264,7 +264,13 @@ register("int8", lambda **keys: Int(8, **keys), _INT_KEYS, block=256, **_INT)
 register("int4", lambda **keys: Int(4, **keys), _INT_KEYS, block=64, **_INT)
 register("int2", Int2, _BLOCK, block=64)
 register("sign", Sign, {**_BLOCK, "scale": _one_of("bf16", "fp32")}, block=256, scale="bf16")
-register("topk", TopK, {"density": _share, "chunk": _integer(16, 1 << 24)}, chunk=4096)
+register(
+    "topk",
+    TopK,
+    {"density": _share, "chunk": _integer(16, 1 << 24), "index": _one_of("auto", "bitmap")},
+    chunk=4096,
+    index="auto",
+)
 register(
     "randk",
     RandK,

@@ -25,6 +25,7 @@ SPECS = [
     "int2(block=64)",
     "topk(density=0.03,chunk=4096)|int8(block=256)",
     "topk(density=0.0156,chunk=4096)|int2(block=64)",
+    "topk(density=0.1,chunk=4096,index=bitmap)|int2(block=64)",
     "topk(density=0.1,chunk=100)|bf16",
     "topk(density=0.5,chunk=64)|int4(block=64)",
     "topk(density=0.2,chunk=17)",

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flower_geo.compression import Codec, codec
 from flower_geo.compression.bits import pack_bits, unpack_bits
 from flower_geo.compression.sparsify import Selection, TopK
 from flower_geo.errors import CorruptPayload
 
-CHOICES = [TopK(0.03, 4096), TopK(0.1, 100), TopK(0.5, 64), TopK(0.2, 17), TopK(1.0, 16)]
+CHOICES = [
+    TopK(0.03, 4096), TopK(0.1, 100), TopK(0.5, 64), TopK(0.2, 17), TopK(1.0, 16),
+    TopK(0.03, 4096, "bitmap"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("topk", CHOICES, ids=lambda c: c.spec)
@@ -127,3 +132,14 @@ def test_random_tables_give_valid_indices_or_are_refused(data: bytes) -> None:
 
 def test_top_k_is_a_selection() -> None:
     assert isinstance(TopK(0.5, 16), Selection)
+
+
+def test_before_a_packer_a_bitmap_is_the_shorter_index() -> None:
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    sizes = [
+        len(codec(f"topk(density=0.05,chunk=4096{index})|int2|zstd").encode(values))
+        for index in ("", ",index=bitmap")
+    ]
+    assert sizes[1] < 0.75 * sizes[0]
+    blob = codec("topk(density=0.05,index=bitmap)|int2|zstd").encode(values)
+    assert Codec.decode(blob).equal(Codec.decode(codec("topk(density=0.05)|int2").encode(values)))

@@ -92,7 +92,7 @@ def test_any_rules_are_their_own_canonical_spec(names: list[str], spec: str) -> 
         ("quantum", "known: bf16, fp16, fp32"),
         (
             "topk(densty=0.1)",
-            "topk has no 'densty', did you mean 'density'? (keys: density, chunk)",
+            "topk has no 'densty', did you mean 'density'? (keys: density, chunk, index)",
         ),
         ("int8(blocks=64)", "did you mean 'block'"),
         ("int8(64)", "int8 has no '64'"),
