@@ -15,6 +15,7 @@
     │   └── ResumeMismatch     a run folder belongs to another configuration
     ├── RoundError
     │   ├── NotEnoughSites     too few sites connected or answered
+    │   ├── SuperLinkLost      the SuperLink was away longer than a round may take
     │   └── ReplyRefused       one site's reply failed screening
     └── RunFailed              a submitted run ended without completing
 
@@ -42,6 +43,7 @@ __all__ = [
     "RunFailed",
     "StateError",
     "StateLocked",
+    "SuperLinkLost",
     "TrainingError",
 ]
 
@@ -104,6 +106,10 @@ class RoundError(FlowerGeoError):
 
 class NotEnoughSites(RoundError):
     """Too few sites connected or answered."""
+
+
+class SuperLinkLost(RoundError):
+    """The SuperLink could not be reached for longer than a round may take."""
 
 
 class ReplyRefused(RoundError):

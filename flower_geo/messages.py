@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flower_geo.config import check_name
 from flower_geo.errors import ConfigError, ReplyRefused
 
-__all__ = ["PROTOCOL", "Reply", "Request", "UpdateKind", "one_line"]
+__all__ = ["NOTICE", "PROTOCOL", "Reply", "Request", "UpdateKind", "one_line"]
 
 #: Raised by one whenever an older side could not understand a newer one.
 PROTOCOL = 2
@@ -39,6 +39,9 @@ MAX_TEXT = 500
 MAX_NUMBER = 2**53
 #: No measured number is larger; sums over sites stay finite.
 MAX_METRIC = 1e40
+
+#: Key of a request's config under which a site is told why it may not take part.
+NOTICE = "notice"
 
 #: Cut to length instead of refused: they are for people only.
 _TEXTS = frozenset({"detail", "error", "data", "codec"})
@@ -102,7 +105,8 @@ class Request:
         """Read and check a request.
 
         Raises:
-            ConfigError: it is not one, or of another protocol version.
+            ConfigError: it is not one, or of another protocol version, or it is
+                no question but the coordinator's word why this site may not take part.
         """
         try:
             values = _checked(cls, records["geo"])
@@ -115,9 +119,12 @@ class Request:
             check_name(values["run_uid"], "run uid")
             if not isinstance(records["config"], ConfigRecord):
                 raise TypeError("'config' is no ConfigRecord")
+            config = dict(records["config"])
+            if NOTICE in config:
+                raise ConfigError(one_line(str(config[NOTICE])))
             return cls(
                 **values,
-                config=dict(records["config"]),
+                config=config,
                 arrays=_arrays(records),
             )
         except (KeyError, TypeError, ValueError) as error:

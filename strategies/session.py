@@ -27,7 +27,9 @@ from flower_geo.resilience import (
     RunFolder,
     Screen,
     SiteRecord,
+    StallWatch,
 )
+from flower_geo.strategies.balance import Balance
 from flower_geo.strategies.figures import Figures
 from flower_geo.strategies.links import Links, TimedExchange
 from flower_geo.strategies.model import RunModel
@@ -38,6 +40,8 @@ logger = logging.getLogger("flwr")
 
 #: Broadcast deltas kept for sites that missed rounds.
 WINDOW = 8
+#: Seconds a call of the SuperLink may take before somebody is told.
+STALLED_AFTER = 60.0
 
 
 class RunSession:
@@ -61,13 +65,19 @@ class RunSession:
         adaptive = Links.wanted(config)
         self.exchange = TimedExchange(grid, self._greeted) if adaptive else Exchange(grid)
         self.membership = Membership()
-        self.screen = Screen(config.max_norm_factor)
+        self.screen = Screen(
+            config.max_norm_factor, max_loss_factor=config.max_loss_factor,
+            max_claim_factor=config.max_claim_factor,
+        )  # fmt: skip
         self.engine = RoundEngine(
             self.exchange, self.membership, self.screen, folder.spool, _policy(config),
             self.emit, self._check_hello,
         )  # fmt: skip
         self.broadcaster: Broadcaster
         self.links = Links(config, {})
+        self.balance = Balance(config)
+        self.watch = StallWatch(STALLED_AFTER, self.exchange.tell)
+        self.exchange.watch = self.watch
         self.done = 0
         self.figures = Figures(self.emit, self.membership, config.rounds)
         self._started = time.monotonic()
@@ -80,11 +90,13 @@ class RunSession:
 
     def __enter__(self) -> RunSession:
         """Return the session."""
+        self.watch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Finish what is being written, then let go of the run folder."""
         try:
+            self.watch.stop()
             self.writer.wait()
         finally:
             self.log.close()
@@ -130,7 +142,8 @@ class RunSession:
             )  # fmt: skip
             load_outer(found.tensors.get("outer", {}))
             self.membership.restore(found.state["sites"])
-            self.screen.norms.extend(found.state["norms"])
+            self.screen.restore(found.state.get("screen", found.state))
+            self.balance = Balance(self.config, found.state.get("balance"))
             self.done = found.round
             if self.folder.journal.last_round() < self.done:
                 # The crash came between the rename and the journal's line.
@@ -170,7 +183,7 @@ class RunSession:
     # -- requests -------------------------------------------------------------
 
     def _request(self, record: SiteRecord | None, **values: Any) -> Request:
-        seen = self.links.config_for(record)
+        seen = self.balance.config_for(record, self.links.config_for(record))
         public = seen.public()
         config = {key: public[key] for key in sorted(TRAINING_KEYS | {"rounds"})}
         common: dict[str, Any] = {
@@ -191,7 +204,7 @@ class RunSession:
         return self._request(None)
 
     def _train_request(self, record: SiteRecord, attempt: int) -> Request:
-        round, steps = self.done + 1, self.config.inner_steps
+        round, steps = self.done + 1, self.balance.steps(record.name)
         return self._request(
             record, round=round, attempt=attempt, position=float((round - 1) * steps),
             span=float(steps), evaluate=self._due(self.done),
@@ -249,12 +262,13 @@ class RunSession:
         self.links.settle(outcome, lambda: self.membership.online(self.exchange.nodes()))
         self.broadcaster.advance(following, codec=self.links.down(), own=True)
         self.done += 1
+        self.balance.settle(outcome, self.done)
         for reply in outcome.replies:
             record = self.membership.sites[reply.meta.site]
             record.accepted = reply.meta.round
             record.consumed = int(reply.meta.metrics.get("consumed", 0))
         entry: dict[str, Any] = {
-            "what": "commit", "round": self.done, "hash": content_hash(self.broadcaster.master),
+            "what": "commit", "round": self.done, "hash": self._master_hash(),
             "incarnation": self.folder.incarnation, "time": round(time.time(), 3),
             "replies": [
                 {
@@ -267,6 +281,12 @@ class RunSession:
         done = self.done
         self._write(done, outer, entry, then=lambda: self.folder.spool.clear(done))
         self.figures.round(self.done, outcome, entry["hash"], seconds_commit)
+
+    def _master_hash(self) -> str:
+        """Content hash of the master; under a lossless codec it is the shadow, hashed already."""
+        master = self.broadcaster.master
+        same = self.broadcaster.shadow is master
+        return self.broadcaster.hash if same else content_hash(master)
 
     def _write(
         self,
@@ -285,9 +305,9 @@ class RunSession:
             "outer": outer, "deltas": deltas,
         }  # fmt: skip
         state = {
-            "sites": self.membership.state(), "norms": list(self.screen.norms),
+            "sites": self.membership.state(), "screen": self.screen.state(),
             "broadcast": broadcast, "journal": entry, "config": self.config.public(),
-            "links": self.links.state(),
+            "links": self.links.state(), "balance": self.balance.state(),
         }  # fmt: skip
         master = self.broadcaster.master
 
@@ -321,7 +341,11 @@ class RunSession:
         except FlowerGeoError as error:
             logger.error("the newest commit could not be written: %s", error)
         logger.error("flower-geo: %s", reason)
-        self._end("failed", " ".join(reason.split()))
+        try:
+            self._end("failed", " ".join(reason.split()))
+        except FlowerGeoError as error:
+            # On a full disk the log cannot take the end either; the reason stands above.
+            logger.error("the end of the run could not be written down: %s", error)
 
     def _end(self, status: str, reason: str, sample: str = "") -> None:
         self.emit(
@@ -338,7 +362,9 @@ def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 def _policy(config: CommonConfig) -> RoundPolicy:
     return RoundPolicy(
-        quorum_of=config.quorum_of, deadline=config.deadline, min_sites=config.min_sites,
-        max_staleness=config.max_staleness, wait_for_sites=config.wait_for_sites,
+        quorum_of=config.quorum_of, deadline=config.deadline, grace=config.grace,
+        sites_of=config.sites_of, over_provision=config.over_provision, seed=config.seed,
+        min_sites=config.min_sites, max_staleness=config.max_staleness,
+        staleness_weight=config.staleness_weight, wait_for_sites=config.wait_for_sites,
         strict_start=config.strict_start, weight_by=config.weight_by,
     )  # fmt: skip

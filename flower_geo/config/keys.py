@@ -125,6 +125,27 @@ class CommonConfig(BaseModel):
         "tokens", description="weight of a site in the mean"
     )
     checkpoint_keep: Annotated[int, Field(ge=1)] = Field(3, description="newest checkpoints kept")
+    grace: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="seconds a round goes on for stragglers once it has its quorum"
+    )
+    sites_per_round: str = Field(
+        "all", description="sites a round needs, in turn: 'all', a count or a fraction"
+    )
+    over_provision: Annotated[float, Field(ge=0, le=10)] = Field(
+        0.0, description="share of sites asked beyond sites-per-round, against dropouts"
+    )
+    staleness_weight: Literal["inverse", "equal", "drop"] = Field(
+        "inverse", description="weight of a late reply: over 1 + rounds late, full, or never folded"
+    )
+    balance: Literal["off", "time"] = Field(
+        "off", description="'time': slow sites take fewer steps, so that all end together"
+    )
+    max_loss_factor: Annotated[float, Field(ge=0)] = Field(
+        3.0, description="refuse training losses above this times the running median; 0 = off"
+    )
+    max_claim_factor: Annotated[float, Field(ge=0)] = Field(
+        4.0, description="tokens a site may claim, in multiples of those asked for; 0 = off"
+    )
 
     sample_prompt: str = Field("It was a", description="what the final sample begins with")
     sample_tokens: Annotated[int, Field(ge=0, le=4096)] = Field(
@@ -139,9 +160,9 @@ class CommonConfig(BaseModel):
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
-    @field_validator("quorum", mode="before")
+    @field_validator("quorum", "sites_per_round", mode="before")
     @classmethod
-    def _quorum(cls, value: object) -> str:
+    def _amount(cls, value: object) -> str:
         text = str(value).strip()
         if text != "all":
             try:
@@ -171,6 +192,8 @@ class CommonConfig(BaseModel):
                 f"warmup-steps={self.warmup_steps} is longer than the whole run of "
                 f"{self.total_steps} steps (rounds x inner-steps)"
             )
+        if self.balance == "time" and self.inner_seconds:
+            raise ValueError("balance='time' and inner-seconds are two ways to one end; use one")
         return self
 
     @property
@@ -195,11 +218,20 @@ class CommonConfig(BaseModel):
 
     def quorum_of(self, asked: int) -> int:
         """Good replies, out of ``asked`` sites, that let a round end early."""
-        if self.quorum == "all":
-            return asked
-        number = float(self.quorum)
-        wanted = int(number) if number >= 1 else -int(-number * asked // 1)
-        return max(1, min(asked, wanted))
+        return _part(self.quorum, asked)
+
+    def sites_of(self, ready: int) -> int:
+        """Sites a round needs, out of ``ready``."""
+        return _part(self.sites_per_round, ready)
+
+
+def _part(text: str, whole: int) -> int:
+    """``all``, a count or a fraction of ``whole``: at least 1, at most all of it."""
+    if text == "all":
+        return whole
+    number = float(text)
+    wanted = int(number) if number >= 1 else -int(-number * whole // 1)
+    return max(1, min(whole, wanted))
 
 
 #: Keys a site's computation depends on; they travel in the train request.

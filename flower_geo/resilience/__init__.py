@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from flower_geo.resilience.admission import Membership, Screen, SiteRecord
 from flower_geo.resilience.checkpoint import BackgroundWriter, Checkpoint, CheckpointStore
 from flower_geo.resilience.exchange import Exchange, Incoming
 from flower_geo.resilience.journal import Journal
+from flower_geo.resilience.membership import Membership, SiteRecord
+from flower_geo.resilience.network import StallWatch
 from flower_geo.resilience.policy import Emit, RoundOutcome, RoundPolicy
 from flower_geo.resilience.rounds import RoundEngine
 from flower_geo.resilience.runfolder import RunFolder
+from flower_geo.resilience.screening import Screen
 from flower_geo.resilience.spool import Spool, SpooledReply
 
 __all__ = [
@@ -28,4 +30,5 @@ __all__ = [
     "SiteRecord",
     "Spool",
     "SpooledReply",
+    "StallWatch",
 ]

@@ -10,9 +10,46 @@ from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flower_geo.compression import Codec, codec, record_nbytes
+from flower_geo.errors import ReplyRefused
 from flower_geo.messages import Reply
+from flower_geo.resilience.exchange import Open
 
-__all__ = ["as_differences", "payload_bytes", "payload_hash", "site_line", "weight_of"]
+__all__ = [
+    "MAX_NEEDS",
+    "NeedLimit",
+    "as_differences",
+    "payload_bytes",
+    "payload_hash",
+    "site_line",
+    "weight_of",
+]
+
+
+#: Times a site may say within a round that it lacks the base: once for what the
+#: coordinator did not know, once more for a payload spoilt on the way.
+MAX_NEEDS = 3
+
+
+class NeedLimit:
+    """Counts how often a site says that it lacks the base of a round."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int, str], int] = {}
+
+    def count(self, request: Open) -> None:
+        """Note one more.
+
+        Raises:
+            ReplyRefused: the site said it too often.
+        """
+        key = (request.site, request.round, request.kind)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if self._counts[key] > MAX_NEEDS:
+            raise ReplyRefused(f"it asked {MAX_NEEDS} times for the base of round {request.round}")
+
+    def forget_before(self, round: int) -> None:
+        """Drop the counts of earlier rounds."""
+        self._counts = {key: count for key, count in self._counts.items() if key[1] >= round}
 
 
 def weight_of(reply: Reply, weight_by: str) -> float:

@@ -3,50 +3,53 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from flower_geo.compression import unpack_blobs
-from flower_geo.errors import ReplyRefused
+from flower_geo.errors import ReplyRefused, StateLocked
 from flower_geo.messages import Reply, Request
-from flower_geo.resilience.admission import Membership, Screen, SiteRecord
-from flower_geo.resilience.exchange import EVALUATE, QUERY, TRAIN, Exchange, Incoming, Open
+from flower_geo.resilience.evaluation import Evaluation
+from flower_geo.resilience.exchange import QUERY, TRAIN, Exchange, Incoming, Open
+from flower_geo.resilience.intake import Base, Intake
+from flower_geo.resilience.membership import Membership, SiteRecord
 from flower_geo.resilience.policy import Emit, RoundOutcome, RoundPolicy
 from flower_geo.resilience.reception import Reception
-from flower_geo.resilience.replies import (
-    as_differences,
-    payload_bytes,
-    payload_hash,
-    site_line,
-    weight_of,
-)
-from flower_geo.resilience.spool import ReplyMeta, Spool, SpooledReply
+from flower_geo.resilience.replies import NeedLimit, payload_bytes, site_line
+from flower_geo.resilience.screening import Screen
+from flower_geo.resilience.spool import Spool
 
 __all__ = ["RoundEngine"]
 
 logger = logging.getLogger(__name__)
 
-#: Times a site may say within a round that it lacks the base: once for what the
-#: coordinator did not know, once more for a payload spoilt on the way.
-MAX_NEEDS = 3
 #: Rounds after which an unanswered request is not looked for any more.
 FORGET_AFTER = 16
+#: Seconds between two looks at who came and went while a round waits.
+LOOK_AROUND = 5.0
 
 
 @dataclass
 class _Round:
     """A round under way: what was asked, from which base, and what came so far."""
 
-    number: int
+    base: Base
     attempt: int
-    base: Mapping[str, Tensor]
-    base_of: Callable[[int], Mapping[str, Tensor] | None]
     request_for: Callable[[SiteRecord], Request]
     outcome: RoundOutcome
+    have: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+    #: Sites at work for somebody else, and when to ask them again.
+    busy: dict[str, float] = field(default_factory=dict)
+    told_busy: set[str] = field(default_factory=set)
+
+    @property
+    def number(self) -> int:
+        """The round's number."""
+        return self.base.round
 
 
 class RoundEngine(Reception):
@@ -74,10 +77,11 @@ class RoundEngine(Reception):
         check_hello: Callable[[Reply], None] = lambda reply: None,
     ) -> None:
         super().__init__(exchange, membership, policy, emit, check_hello)
-        self.screen = screen
+        self.intake = Intake(exchange, membership, screen, spool)
         self.spool = spool
-        self._requests: dict[tuple[str, int], Request] = {}
-        self._sent: dict[tuple[str, int, str], int] = {}
+        self._needs = NeedLimit()
+        exchange.patience = policy.deadline
+        exchange.tell = self._network
 
     # -- a round --------------------------------------------------------------
 
@@ -102,52 +106,120 @@ class RoundEngine(Reception):
         """
         nodes = self.exchange.nodes()
         self.greet(hello, nodes)
-        self._forget_before(round - max(FORGET_AFTER, self.policy.max_staleness))
-        outcome = RoundOutcome(self._spooled(round, request_for), 0, attempt)
-        under_way = _Round(round, attempt, base, base_of, request_for, outcome)
-        have = {reply.meta.site for reply in outcome.replies}
-        asked, missing = set(have), set()
-        for record in self.membership.choose(nodes, round, self.policy.min_sites):
-            if record.name in have:
-                continue
-            if self.policy.max_staleness and self._training(record):
-                if not self._training(record, round):
-                    continue  # an earlier round's reply is still worth waiting for
-            else:
-                outcome.sent(record.name, self._ask(record, round, request_for(record)))
-            asked.add(record.name)
-            missing.add(record.name)
-        outcome.asked = len(asked)
-        quorum = self.policy.quorum_of(max(outcome.asked, 1))
-        if len(have) < quorum:
-            until = self.exchange.clock() + self.policy.deadline
-            for incoming in self.exchange.take(until, lambda open: self._wanted(open, round, have)):
-                site = incoming.request.site
-                if self._dispatch(incoming, under_way):
-                    have.add(site)
-                if not self._training(self.membership.sites.get(site)):
-                    missing.discard(site)
-                self.emit("waiting", round=round, answered=sorted(have), pending=sorted(missing))
-                # Late replies of sites not asked this time come on top.
-                if len(have & asked) >= quorum:
-                    break
-        for site in sorted(missing - have):
-            self.membership.sites[site].late += 1
-            self.emit(
-                "site", round=round, attempt=attempt, site=site, status="missing",
-                reason="no reply before the round ended", bytes_down=outcome.down.get(site, 0),
-            )  # fmt: skip
+        self._settle_contests()
+        oldest = round - max(FORGET_AFTER, self.policy.max_staleness)
+        self.intake.forget_before(oldest)
+        self._needs.forget_before(oldest)
+        outcome = RoundOutcome(self.intake.spooled(round, request_for), 0, attempt)
+        now = _Round(Base(round, base, base_of), attempt, request_for, outcome)
+        now.have = {reply.meta.site for reply in outcome.replies}
+        now.asked = set(now.have)
+        self._returned.clear()
+        ready = [
+            record
+            for record in self.membership.choose(nodes, round, self.policy.min_sites)
+            if not self._on_its_way(record, round)
+        ]
+        there = len(now.have | {record.name for record in ready})
+        count = self.policy.to_ask(there)
+        for record in self.membership.draw(ready, count, round, self.policy.seed, now.have):
+            self._begin(record, now)
+        outcome.asked = len(now.asked)
+        needed = min(outcome.asked, self.policy.needed(there))
+        in_time = self._collect(now, self.policy.quorum_of(max(needed, 1)), hello)
+        for site in sorted(now.missing - now.have):
+            self._miss(self.membership.sites[site], now, in_time)
         outcome.replies = self.spool.replies(round)
         return outcome
 
-    def _wanted(self, request: Open, round: int, have: set[str]) -> bool:
+    def _on_its_way(self, record: SiteRecord, round: int) -> bool:
+        """Whether an earlier round's reply of the site is out and still worth waiting for."""
+        open_since = self.intake.training(record, round - self.policy.oldest)
+        return open_since and not self.intake.training(record, round)
+
+    def _begin(self, record: SiteRecord, now: _Round) -> None:
+        """Ask a site, unless its reply to this round is there or still to be had."""
+        if record.name in now.have:
+            return
+        if not (self.policy.oldest and self.intake.training(record, now.number)):
+            now.outcome.sent(record.name, self._ask(record, now.number, now.request_for(record)))
+        record.last_asked = now.number
+        now.asked.add(record.name)
+        now.missing.add(record.name)
+
+    def _collect(self, now: _Round, quorum: int, hello: Callable[[], Request]) -> bool:
+        """Take replies until the policy is content; False when the deadline ended it."""
+        clock = self.exchange.clock
+        deadline = end = clock() + self.policy.deadline
+        met = False
+        while True:
+            # Late replies of sites not asked this time come on top.
+            if not met and len(now.have & now.asked) >= quorum:
+                met, end = True, min(end, clock() + self.policy.grace)
+                if not self.policy.grace:
+                    return True
+            if clock() >= end and (met or clock() >= deadline):
+                return met
+            until = min(end, clock() + LOOK_AROUND)
+            for incoming in self.exchange.take(until, lambda open: self._wanted(open, now)):
+                self._heard(incoming)
+                site = incoming.request.site
+                if self._dispatch(incoming, now):
+                    now.have.add(site)
+                over = not self.intake.training(self.membership.sites.get(site))
+                if over and site not in now.busy:
+                    now.missing.discard(site)
+                self.emit(
+                    "waiting", round=now.number, answered=sorted(now.have),
+                    pending=sorted(now.missing),
+                )  # fmt: skip
+                if not met and len(now.have & now.asked) >= quorum:
+                    break
+            self._look_around(now, hello)
+            if now.busy and not self.exchange.awaits(lambda open: self._wanted(open, now)):
+                self.exchange.sleep(max(0.0, min(until - clock(), 1.0)))
+            elif not self.exchange.awaits(lambda open: self._wanted(open, now)):
+                return True
+
+    def _look_around(self, now: _Round, hello: Callable[[], Request]) -> None:
+        """Greet who came; ask again sites that came back and sites that were busy."""
+        nodes = self.exchange.glance()
+        if nodes is None:
+            return
+        self.greet(hello, nodes)
+        self._settle_contests()
+        due = {name for name, when in now.busy.items() if self.exchange.clock() >= when}
+        for name in sorted(due | set(self._returned)):
+            record = self.membership.sites[name]
+            open_here = self.intake.training(record, now.number)
+            if name in now.asked and record.node_id is not None and not open_here:
+                self._begin(record, now)
+            now.busy.pop(name, None)
+        self._returned.clear()
+
+    def _miss(self, record: SiteRecord, now: _Round, in_time: bool) -> None:
+        """Note a site without a reply; one that let the deadline pass costs everybody time."""
+        self.intake.miss(record, now.number)
+        if not in_time:
+            record.rest(now.number)
+        self.emit(
+            "site", round=now.number, attempt=now.attempt, site=record.name, status="missing",
+            reason="no reply before the " + ("round ended" if in_time else "deadline"),
+            bytes_down=now.outcome.down.get(record.name, 0),
+        )  # fmt: skip
+
+    def _wanted(self, request: Open, now: _Round) -> bool:
         """Whether the round waits for this request: for late ones only while it needs them."""
-        staleness = round - request.round
+        staleness = now.number - request.round
         if request.kind != TRAIN:
             return False
         return staleness == 0 or (
-            staleness <= self.policy.max_staleness and len(have) < self.policy.min_sites
+            staleness <= self.policy.oldest and len(now.have) < self.policy.min_sites
         )
+
+    def _network(self, detail: str) -> None:
+        self.emit("fault", site="", what="network", detail=detail)
+        logger.warning("%s", detail)
 
     def evaluate(
         self, round: int, request_for: Callable[[SiteRecord], Request]
@@ -156,75 +228,13 @@ class RoundEngine(Reception):
 
         Sites that fail or do not answer within the deadline are left out.
         """
-        self.exchange.drop(lambda request: request.kind == EVALUATE)
-        asked: dict[str, str] = {}
-        for record in self.membership.online(self.exchange.nodes()):
-            asked[record.name] = self._ask_evaluation(record, round, request_for)
-        measured: list[tuple[str, float, float]] = []
-        until = self.exchange.clock() + self.policy.deadline
-        for incoming in self.exchange.take(until, lambda request: request.kind == EVALUATE):
-            if incoming.request.kind != EVALUATE or incoming.request.round != round:
-                continue
-            if incoming.records is None:
-                logger.warning(
-                    "site %s did not evaluate: %s", incoming.request.site, incoming.failure
-                )
-                continue
-            record = self.membership.sites[incoming.request.site]
-            try:
-                reply = Reply.from_records(incoming.records)
-                if reply.site != record.name:
-                    raise ReplyRefused(f"it answers as {reply.site}")
-                if reply.status == "need":
-                    self._count_needs(incoming.request)
-                elif reply.status == "done" and reply.base_hash != asked[record.name]:
-                    raise ReplyRefused("it measured another version")
-            except ReplyRefused as error:
-                logger.warning("site %s: evaluation refused: %s", record.name, error)
-                continue
-            self._note_held(record, reply)
-            if reply.status == "need" and record.node_id is not None:
-                self._ask_evaluation(record, round, request_for)
-            elif reply.status == "done" and math.isfinite(
-                reply.metrics.get("loss-before", math.nan)
-            ):
-                tokens = reply.metrics.get("eval-tokens", 0.0)
-                measured.append((record.name, reply.metrics["loss-before"], tokens))
-            else:
-                logger.warning("site %s cannot evaluate: %s", record.name, reply.detail)
-        return sorted(measured)
-
-    def _ask_evaluation(
-        self, record: SiteRecord, round: int, request_for: Callable[[SiteRecord], Request]
-    ) -> str:
-        assert record.node_id is not None
-        request = request_for(record)
-        if self.exchange.push(
-            record.node_id, record.name, round, EVALUATE, request.to_records()
-        ) and (down := payload_bytes(request.arrays)):
-            self.emit("evaluation", round=round, site=record.name, bytes_down=down)
-        return request.base_hash
-
-    def _forget_before(self, round: int) -> None:
-        """Stop looking for replies that are too old to be of any use."""
-        self.exchange.drop(lambda request: request.kind == TRAIN and request.round < round)
-        self._requests = {key: kept for key, kept in self._requests.items() if key[1] >= round}
-        self._sent = {key: count for key, count in self._sent.items() if key[1] >= round}
-
-    def _training(self, record: SiteRecord | None, round: int | None = None) -> bool:
-        """Whether a train request (of ``round``) is open at the site's present node."""
-        if record is None or record.node_id is None:
-            return False
-        return any(
-            request.node_id == record.node_id
-            and request.kind == TRAIN
-            and round in (None, request.round)
-            for request in self.exchange.open.values()
+        asking = Evaluation(
+            self.exchange, self.membership, self.emit, self._needs, round, request_for
         )
+        return asking.run(self.policy.deadline)
 
     def _ask(self, record: SiteRecord, round: int, request: Request) -> int:
-        # Kept for the checks of the reply; the payload need not outlive the push.
-        self._requests[record.name, round] = replace(request, arrays=None)
+        self.intake.asked(record.name, request)
         node = record.node_id
         if node is None or not self.exchange.push(
             node, record.name, round, TRAIN, request.to_records()
@@ -234,35 +244,6 @@ class RoundEngine(Reception):
             self.emit("fault", round=round, site=record.name, what="not sent", detail="node left")
             return 0
         return payload_bytes(request.arrays)
-
-    def _count_needs(self, opened: Open) -> None:
-        """Refuse a site that says again and again that it lacks the base."""
-        key = (opened.site, opened.round, opened.kind)
-        self._sent[key] = self._sent.get(key, 0) + 1
-        if self._sent[key] > MAX_NEEDS:
-            raise ReplyRefused(f"it asked {MAX_NEEDS} times for the base of round {opened.round}")
-
-    def _spooled(
-        self, round: int, request_for: Callable[[SiteRecord], Request]
-    ) -> list[SpooledReply]:
-        """Replies an earlier life of the server spooled for this very round."""
-        good = []
-        for reply in self.spool.replies(round):
-            record = self.membership.sites.get(reply.meta.site)
-            if record is None:
-                fits = False
-            elif reply.meta.staleness:
-                # Nothing newer of this site may have been folded since.
-                fits = reply.meta.round > record.accepted
-            else:
-                request = request_for(record)
-                key = (request.base_hash, request.fingerprint)
-                fits = (reply.meta.base_hash, reply.meta.fingerprint) == key
-            if fits:
-                good.append(reply)
-            else:
-                self.spool.drop(round, reply.meta.site)
-        return good
 
     # -- one reply ------------------------------------------------------------
 
@@ -275,49 +256,59 @@ class RoundEngine(Reception):
         record = self.membership.sites.get(opened.site)
         if opened.kind != TRAIN or record is None or now is None:
             return False
-        if (opened.site, opened.round) not in self._requests:
-            return False  # a second answer to what was asked twice
+        if not self.intake.expects(opened):
+            return False
         line: dict[str, Any] = {
             "round": now.number, "attempt": now.attempt, "site": opened.site,
             "node": str(opened.node_id), "bytes_down": now.outcome.down.get(opened.site, 0),
         }  # fmt: skip
+        self.intake.arrived(record, opened)
         try:
             if incoming.records is None:
+                if incoming.node_gone and self.intake.training(record, opened.round):
+                    return False  # asked again at its new node meanwhile
                 return self._failed(record, incoming.failure, line)
             reply = Reply.from_records(incoming.records)
             if reply.site != opened.site:
                 raise ReplyRefused(f"site {opened.site} answers as {reply.site}")
-            self._note_held(record, reply)
+            record.note_held(reply)
             if reply.status == "need":
                 if opened.round != now.number:
                     return False
-                self._count_needs(opened)
+                self._needs.count(opened)
                 again = self._ask(record, now.number, now.request_for(record))
                 now.outcome.sent(record.name, again)
                 return False
+            if reply.error == StateLocked.__name__ and opened.round == now.number:
+                return self._busy(record, reply.detail, now)
             if reply.status != "done":
                 return self._failed(record, reply.detail or "it gave no reason", line)
             line |= site_line(reply)
             now.outcome.bytes_up += int(line["bytes_up"])
-            accepted = self._admit(opened, reply, record, now)
+            norm, dropped = self.intake.admit(opened, reply, record, self.policy, now.base)
         except ReplyRefused as error:
-            record.refused += 1
-            record.fail(now.number)
-            self.emit("site", status="refused", reason=str(error), **line)
-            logger.warning("reply of site %s refused: %s", opened.site, error)
+            self._refused(record, str(error), line)
             return False
         if opened.round < now.number:
             line["staleness"] = now.number - opened.round
-        status = "accepted" if accepted else "late"
-        self.emit("site", status=status, update_norm=now.outcome.norms.get(opened.site), **line)
-        return accepted
+        if dropped:
+            # Not folded, so the next request names an earlier generation to go on
+            # from: the site's residual and its place in the data roll back.
+            record.late += 1
+            line["reason"] = f"dropped: {dropped}"
+        elif norm is not None:
+            now.outcome.norms[opened.site] = norm
+        status = "late" if dropped else "accepted"
+        self.emit("site", status=status, update_norm=norm, **line)
+        return not dropped
 
-    @staticmethod
-    def _note_held(record: SiteRecord, reply: Reply) -> None:
-        """Believe what a site says it holds; a refusal says nothing, a late reply what was."""
-        newer = reply.status == "done" and reply.held_version >= record.held_version
-        if newer or reply.status == "need":
-            record.held_version, record.held_hash = reply.held_version, reply.held_hash
+    def _busy(self, record: SiteRecord, detail: str, now: _Round) -> bool:
+        """The site is at work for an earlier life of this server, or stands twice on its folder."""
+        now.busy[record.name] = self.exchange.clock() + LOOK_AROUND
+        if record.name not in now.told_busy:
+            now.told_busy.add(record.name)
+            self.emit("fault", round=now.number, site=record.name, what="busy", detail=detail)
+        return False
 
     def _failed(self, record: SiteRecord, reason: str, line: dict[str, Any]) -> bool:
         record.fail(line["round"])
@@ -325,43 +316,15 @@ class RoundEngine(Reception):
         logger.warning("site %s failed in round %d: %s", record.name, line["round"], reason)
         return False
 
-    def _admit(self, opened: Open, reply: Reply, record: SiteRecord, now: _Round) -> bool:
-        """Screen and spool; False for a late reply that is not folded."""
-        request = self._requests[opened.site, opened.round]
-        staleness = now.number - opened.round
-        trained_from: Mapping[str, Tensor] | None = now.base
-        if staleness:
-            # What was folded or asked since then started from the same data, so
-            # folding both would count that data twice.
-            folds = (
-                staleness <= self.policy.max_staleness
-                and request.accepted == record.accepted
-                and not self._training(record)
-                and not self.spool.holds(now.number, opened.site)
+    def _refused(self, record: SiteRecord, reason: str, line: dict[str, Any]) -> None:
+        self.emit("site", status="refused", reason=reason, **line)
+        logger.warning("reply of site %s refused: %s", record.name, reason)
+        if record.refuse(line["round"]):
+            why = (
+                f"{record.refusals_in_a_row} of its updates were refused in a row; it is not "
+                f"asked before round {record.quarantined_until + 1}"
             )
-            if not folds:
-                trained_from = None
-            elif reply.kind == "weights":
-                trained_from = now.base_of(request.version)
-        if trained_from is None:
-            record.late += 1
-            return False
-        weight = weight_of(reply, self.policy.weight_by)
-        if weight <= 0:
-            raise ReplyRefused("it trained on nothing")
-        norm = self.screen.check(request, reply, trained_from)
-        assert reply.arrays is not None
-        shapes = {name: tuple(tensor.shape) for name, tensor in trained_from.items()}
-        blobs, kind = unpack_blobs(reply.arrays, shapes), reply.kind
-        if staleness and kind == "weights":
-            blobs, kind = as_differences(blobs, trained_from), "delta"
-        meta = ReplyMeta(
-            site=reply.site, round=opened.round, version=reply.version, base_hash=reply.base_hash,
-            kind=kind, weight=weight, staleness=staleness, fingerprint=reply.fingerprint,
-            payload_hash=payload_hash(blobs), metrics=reply.metrics,
-        )  # fmt: skip
-        self.spool.put(now.number, meta, blobs)
-        del self._requests[opened.site, opened.round]
-        now.outcome.norms[reply.site] = norm
-        record.succeed()
-        return True
+            self.emit(
+                "fault", round=line["round"], site=record.name, what="quarantined", detail=why
+            )
+            logger.warning("site %s: %s", record.name, why)

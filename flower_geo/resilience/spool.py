@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,10 @@ class ReplyMeta:
         round: the round the site was asked in (its base is ``version``).
         version, base_hash: the model version it trained from.
         kind: ``"weights"`` (absolute) or ``"delta"`` (base minus local).
-        weight: tokens, examples or 1, before any staleness factor.
+        weight: tokens, examples or 1, before any discount.
         staleness: rounds between the asking and the folding.
+        discount: share of the weight that counts, below 1 for late replies.
+        norm: L2 norm of the update.
         fingerprint: training configuration it was computed under.
         metrics: the site's numbers, unchanged.
     """
@@ -51,6 +54,8 @@ class ReplyMeta:
     fingerprint: str
     payload_hash: str
     staleness: int = 0
+    discount: float = 1.0
+    norm: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -63,8 +68,8 @@ class SpooledReply:
 
     @property
     def weight(self) -> float:
-        """Weight in the mean: ``meta.weight / (1 + staleness)``."""
-        return self.meta.weight / (1 + self.meta.staleness)
+        """Weight in the mean: ``meta.weight * meta.discount``."""
+        return self.meta.weight * self.meta.discount
 
     @property
     def kind(self) -> str:
@@ -81,11 +86,16 @@ class SpooledReply:
         with self._open() as file:
             return bytes(file.get_tensor(name).numpy().tobytes())
 
-    def _open(self) -> Any:
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
         try:
-            return safe_open(self.folder / "blobs.safetensors", framework="pt")
+            with safe_open(self.folder / "blobs.safetensors", framework="pt") as file:
+                yield file
         except (OSError, SafetensorError) as error:
-            raise CheckpointCorrupt(f"{self.folder} cannot be read: {error}") from error
+            raise CheckpointCorrupt(
+                f"the spooled reply {self.folder} cannot be read ({error}); run again: its site "
+                "is then asked anew"
+            ) from error
 
 
 class Spool:

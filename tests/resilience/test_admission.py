@@ -14,7 +14,8 @@ from flwr.app import Array, ArrayRecord
 from flower_geo.compression import codec, pack
 from flower_geo.errors import ReplyRefused
 from flower_geo.messages import Reply, Request
-from flower_geo.resilience.admission import Membership, Screen
+from flower_geo.resilience.membership import Membership
+from flower_geo.resilience.screening import Screen
 from tests.resilience.scripted import BASE, HASH, delta
 
 REQUEST = Request("run", "uid", round=4, version=3, base_hash=HASH, fingerprint="f")

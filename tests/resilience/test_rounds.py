@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord
 from flower_geo.aggregation import weighted_mean
 from flower_geo.config import DiLoCoConfig
 from flower_geo.messages import Reply, Request
-from flower_geo.resilience.rounds import MAX_NEEDS
+from flower_geo.resilience.replies import MAX_NEEDS
 from tests.resilience.scripted import (
     BASE,
     HASH,

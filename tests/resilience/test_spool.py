@@ -47,9 +47,9 @@ def test_what_was_put_comes_back(tmp_path: Path) -> None:
     assert Spool(tmp_path).size(3) > sum(len(blob) for blob in BLOBS.values())
 
 
-@pytest.mark.parametrize(("staleness", "weight"), [(0, 8.0), (1, 4.0), (3, 2.0)])
-def test_late_replies_weigh_less(tmp_path: Path, staleness: int, weight: float) -> None:
-    put(Spool(tmp_path), "a", staleness=staleness)
+@pytest.mark.parametrize(("discount", "weight"), [(1.0, 8.0), (0.5, 4.0), (0.25, 2.0)])
+def test_late_replies_weigh_less(tmp_path: Path, discount: float, weight: float) -> None:
+    put(Spool(tmp_path), "a", staleness=1, discount=discount)
     (found,) = Spool(tmp_path).replies(3)
     assert found.weight == weight and found.meta.weight == 8.0
 
