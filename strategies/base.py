@@ -150,10 +150,13 @@ class GeoStrategy(Strategy):
                 session.done + 1, attempt, good, self.config.min_sites,
             )  # fmt: skip
             session.back_off(attempt)
+        away = ", ".join(session.membership.in_quarantine(session.done + 1))
         raise NotEnoughSites(
             f"round {session.done + 1} had fewer than min-sites={self.config.min_sites} good "
-            f"replies in {self.config.max_retries + 1} tries; rounds up to {session.done} are "
-            "committed: bring sites back and run again, or lower min-sites"
+            f"replies in {self.config.max_retries + 1} tries"
+            + (f" (in quarantine: {away})" if away else "")
+            + f"; rounds up to {session.done} are committed: bring sites back and run again, "
+            "or lower min-sites"
         )
 
     def summary(self) -> None:

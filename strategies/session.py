@@ -19,6 +19,7 @@ from flower_geo.messages import Reply, Request
 from flower_geo.observe import MetricsLog, write_report
 from flower_geo.resilience import (
     BackgroundWriter,
+    Checkpoint,
     Exchange,
     Membership,
     RoundEngine,
@@ -133,21 +134,14 @@ class RunSession:
             self._write(0, outer_state(), {"what": "begin", "round": 0})
         else:
             self._check_schema(found.tensors["master"], initial_arrays)
-            self.links = Links(
-                self.config, _shapes(found.tensors["master"]), found.state.get("links")
-            )
-            self.broadcaster = Broadcaster.restore(
-                self.links.down(), found.tensors["master"], found.tensors["shadow"],
-                found.tensors.get("deltas", {}), found.state["broadcast"],
-            )  # fmt: skip
-            load_outer(found.tensors.get("outer", {}))
-            self.membership.restore(found.state["sites"])
-            self.screen.restore(found.state.get("screen", found.state))
-            self.balance = Balance(self.config, found.state.get("balance"))
-            self.done = found.round
-            if self.folder.journal.last_round() < self.done:
-                # The crash came between the rename and the journal's line.
-                self.folder.journal.append(found.state["journal"])
+            try:
+                self._resume(found, load_outer)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise CheckpointCorrupt(
+                    f"the checkpoint of round {found.round} of run '{self.config.run_name}' was "
+                    f"written by another version of flower-geo ({type(error).__name__}: {error}); "
+                    "resume with that version or choose another run-name"
+                ) from error
         self.emit(
             "start", run=self.config.run_name, incarnation=self.folder.incarnation,
             strategy=self.strategy, rounds=self.config.rounds,
@@ -157,6 +151,24 @@ class RunSession:
             codec_down=self.config.codec_down, seq_len=self.config.seq_len,
             batch_size=self.config.batch_size * self.config.grad_accum,
         )  # fmt: skip
+
+    def _resume(
+        self, found: Checkpoint, load_outer: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        master, state = found.tensors["master"], found.state
+        self.links = Links(self.config, _shapes(master), state.get("links"))
+        self.broadcaster = Broadcaster.restore(
+            self.links.down(), master, found.tensors["shadow"], found.tensors.get("deltas", {}),
+            state["broadcast"],
+        )  # fmt: skip
+        load_outer(found.tensors.get("outer", {}))
+        self.membership.restore(state["sites"])
+        self.screen.restore(state.get("screen", state))
+        self.balance = Balance(self.config, state.get("balance"))
+        self.done = found.round
+        if self.folder.journal.last_round() < self.done:
+            # The crash came between the rename and the journal's line.
+            self.folder.journal.append(state["journal"])
 
     def _check_schema(self, master: Mapping[str, Tensor], initial: ArrayRecord) -> None:
         given = {name: tuple(array.shape) for name, array in initial.items()}

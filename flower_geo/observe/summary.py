@@ -93,6 +93,8 @@ class Run:
     sites: dict[str, SiteRow] = field(default_factory=dict)
     held_out: dict[int, float | None] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    turned_down: list[Fault] = field(default_factory=list)
+    """Answers that did not count, and why; ``what`` is refused, failed or late."""
     bytes_evaluation: float = 0.0
     """Sent to sites for an evaluation outside the rounds: the finished model."""
     incarnations: int = 0
@@ -143,6 +145,12 @@ def _count(value: object) -> int | None:
 def _amount(value: object) -> float:
     found = number(value)
     return found if found is not None and found > 0 else 0.0
+
+
+def _fault(event: Mapping[str, Any], what: object, detail: object) -> Fault:
+    text = None if detail is None else printable(detail, 400)
+    round_, site = _round(event.get("round")), _name(event.get("site"))
+    return Fault(round_, site, printable(what), text, number(event.get("time")))
 
 
 @dataclass
@@ -264,6 +272,8 @@ class _Builder:
             max(down, _amount(event.get("bytes_down"))),
         )
         status = printable(event.get("status") or "accepted", 24)
+        if status not in ("accepted", "missing") and event.get("reason"):
+            self.run.turned_down.append(_fault(event, status, event["reason"]))
         self._statuses[(*key, site.name)] = status
         rank = (key[0], key[2], status == "accepted")
         before = self._replies.get((round_, site.name))
@@ -293,16 +303,7 @@ class _Builder:
                 site.data = printable(event["data"])
 
     def _on_fault(self, event: Mapping[str, Any]) -> None:
-        detail = event.get("detail")
-        self.run.faults.append(
-            Fault(
-                _round(event.get("round")),
-                _name(event.get("site")),
-                printable(event.get("what") or "fault"),
-                None if detail is None else printable(detail, 400),
-                number(event.get("time")),
-            )
-        )
+        self.run.faults.append(_fault(event, event.get("what") or "fault", event.get("detail")))
 
     def _on_evaluation(self, event: Mapping[str, Any]) -> None:
         down, site = _amount(event.get("bytes_down")), self._site(event.get("site"))

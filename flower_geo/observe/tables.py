@@ -8,7 +8,7 @@ from html import escape
 from typing import Final
 
 from flower_geo.observe.baselines import BYTES_PER_VALUE, BaselineBytes
-from flower_geo.observe.summary import RoundRow, Run, SiteRow, ends_of
+from flower_geo.observe.summary import Fault, RoundRow, Run, SiteRow, ends_of
 from flower_geo.observe.units import (
     MISSING,
     format_bytes,
@@ -128,40 +128,44 @@ def faults_card(run: Run, attendance: str) -> str:
     told = [f"{count:,} × {what}" for what, count in counts.most_common(12)]
     told += [f"{plural(n, 'answer')} {status}" for status, n in turned_down.most_common(12)]
     lead = escape(" · ".join(told)) or "None: every site answered every round it was asked for."
-    table = ""
-    if run.faults:
-        newest = run.faults[-_MAX_FAULTS:]
-        began = run.first_time
-        rows = [
-            (
-                MISSING if fault.round is None else f"{fault.round:,}",
-                MISSING
-                if fault.time is None or began is None
-                else format_seconds(fault.time - began),
-                escape(fault.site or MISSING),
-                escape(fault.what),
-                escape(fault.detail or ""),
-            )
-            for fault in newest
-        ]
-        left = len(run.faults) - len(newest)
-        caption = (
-            f"The newest {len(newest)}; {left:,} earlier ones are in metrics.jsonl"
-            if left
-            else "All faults"
-        )
-        heads = (
-            ("round", "left"),
-            ("after", ""),
-            ("site", "left"),
-            ("what", "left"),
-            ("detail", "left wrap detail"),
-        )
-        table = _table(caption, heads, rows)
+    tables = _faults(run, run.faults, "faults") + _faults(
+        run, run.turned_down, "answers not counted"
+    )
     return (
-        f'<section class="card long"><h2>Faults survived</h2><p>{lead}</p>{attendance}{table}'
+        f'<section class="card long"><h2>Faults survived</h2><p>{lead}</p>{attendance}{tables}'
         "</section>"
     )
+
+
+def _faults(run: Run, found: Sequence[Fault], name: str) -> str:
+    """The newest of these, a row each; nothing where there are none."""
+    if not found:
+        return ""
+    newest, began = found[-_MAX_FAULTS:], run.first_time
+    rows = [
+        (
+            MISSING if fault.round is None else f"{fault.round:,}",
+            MISSING if fault.time is None or began is None else format_seconds(fault.time - began),
+            escape(fault.site or MISSING),
+            escape(fault.what),
+            escape(fault.detail or ""),
+        )
+        for fault in newest
+    ]
+    left = len(found) - len(newest)
+    caption = (
+        f"The newest {len(newest)} {name}; {left:,} earlier ones are in metrics.jsonl"
+        if left
+        else f"All {name}"
+    )
+    heads = (
+        ("round", "left"),
+        ("after", ""),
+        ("site", "left"),
+        ("what", "left"),
+        ("detail", "left wrap detail"),
+    )
+    return _table(caption, heads, rows)
 
 
 def rounds_table(run: Run) -> str:

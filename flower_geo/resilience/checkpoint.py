@@ -29,7 +29,7 @@ from flower_geo.durable import (
     write_sealed,
     write_tensors,
 )
-from flower_geo.errors import CheckpointCorrupt
+from flower_geo.errors import CheckpointCorrupt, StateError
 
 __all__ = ["BackgroundWriter", "Checkpoint", "CheckpointStore"]
 
@@ -123,7 +123,7 @@ class CheckpointStore:
             raise CheckpointCorrupt(f"{folder}/state.json lacks {error}") from error
         for name, expected in files.items():
             path = folder / name
-            if path.parent != folder or not path.is_file() or file_sha256(path) != expected:
+            if path.parent != folder or not _is(path, expected):
                 raise CheckpointCorrupt(f"{path} is missing or not what was written")
         tensors = {Path(name).stem: read_tensors(folder / name) for name in files}
         return Checkpoint(round, tensors, state)
@@ -135,11 +135,26 @@ class CheckpointStore:
                 return self.load(round)
             except CheckpointCorrupt as error:
                 logger.warning("checkpoint of round %d skipped: %s", round, error)
-                damaged = self.path(round).with_name(f"damaged-{round:06d}")
-                shutil.rmtree(damaged, ignore_errors=True)
-                os.replace(self.path(round), damaged)
-                fsync_path(self.folder)
+                self._set_aside(round)
         return None
+
+    def _set_aside(self, round: int) -> None:
+        damaged = self.path(round).with_name(f"damaged-{round:06d}")
+        shutil.rmtree(damaged, ignore_errors=True)
+        try:
+            os.replace(self.path(round), damaged)
+            fsync_path(self.folder)
+        except OSError as error:
+            raise StateError(
+                f"cannot move {self.path(round)} aside: {error.strerror or error}; remove it"
+            ) from error
+
+
+def _is(path: Path, sha256: str) -> bool:
+    try:
+        return file_sha256(path) == sha256
+    except OSError:
+        return False
 
 
 class BackgroundWriter:

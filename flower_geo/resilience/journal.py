@@ -36,21 +36,20 @@ class Journal:
         """Every whole line, verified; a torn last line is left out.
 
         Raises:
-            StateError: the chain is broken; the first bad line is named.
+            StateError: the chain is broken, the first bad line is named; or the
+                file cannot be read.
         """
-        if not self.path.exists():
-            return []
         previous = GENESIS
         found: list[dict[str, Any]] = []
-        raw = self.path.read_bytes()
+        raw = self._read()
         for number, line in enumerate(raw.split(b"\n")[:-1], start=1):
             try:
                 entry = json.loads(line)
                 claimed = entry.pop("this")
-            except (ValueError, KeyError, AttributeError):
-                raise StateError(f"{self.path} line {number} is not a journal line") from None
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                raise self._broken(f"line {number} is not a journal line") from None
             if claimed != _digest(previous, entry):
-                raise StateError(f"{self.path} line {number} breaks the hash chain")
+                raise self._broken(f"line {number} breaks the hash chain")
             previous = claimed
             found.append({**entry, "this": claimed})
         return found
@@ -63,10 +62,10 @@ class Journal:
         if self._previous is None:
             known = self.entries()
             self._previous = known[-1]["this"] if known else GENESIS
-            self._cut_torn_line()
         clean = {key: value for key, value in entry.items() if key != "this"}
         line = {**clean, "this": _digest(self._previous, clean)}
         try:
+            self._cut_torn_line()
             with self.path.open("ab") as file:
                 file.write(json.dumps(line, sort_keys=True).encode() + b"\n")
                 file.flush()
@@ -76,14 +75,29 @@ class Journal:
             raise StateError(f"cannot write {self.path}: {error.strerror or error}") from error
         self._previous = line["this"]
 
+    def _read(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise StateError(
+                f"cannot read {self.path}: {error.strerror or error}; mend its permissions"
+            ) from error
+
+    def _broken(self, how: str) -> StateError:
+        return StateError(
+            f"{self.path} {how}: it was changed after it was written; restore it from a copy, or "
+            "move it away to go on without the history"
+        )
+
     def _cut_torn_line(self) -> None:
-        if self.path.exists():
-            raw = self.path.read_bytes()
-            whole = raw.rfind(b"\n") + 1
-            if whole != len(raw):
-                os.truncate(self.path, whole)
+        raw = self._read()
+        whole = raw.rfind(b"\n") + 1
+        if whole != len(raw):
+            os.truncate(self.path, whole)
 
     def last_round(self) -> int:
         """Round of the newest commit line, 0 when there is none."""
-        rounds = [entry["round"] for entry in self.entries() if entry.get("what") == "commit"]
-        return int(rounds[-1]) if rounds else 0
+        rounds = [entry.get("round") for entry in self.entries() if entry.get("what") == "commit"]
+        return int(rounds[-1] or 0) if rounds else 0

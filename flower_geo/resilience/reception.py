@@ -119,6 +119,7 @@ class Reception:
         """Send a greeting to every node not greeted yet."""
         self._hello = hello
         now = self.exchange.clock()
+        self.membership.online(nodes)  # who left makes room for who gave the same name
         self._later = {node: kept for node, kept in self._later.items() if node in nodes}
         for node_id in self.membership.unknown(nodes):
             if node_id in self._later and now < self._later[node_id][0]:

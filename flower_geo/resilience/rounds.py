@@ -124,6 +124,10 @@ class RoundEngine(Reception):
         count = self.policy.to_ask(there)
         for record in self.membership.draw(ready, count, round, self.policy.seed, now.have):
             self._begin(record, now)
+        for record in self.membership.online(nodes):
+            # Asked in an earlier try, and worth waiting for though it rests by now.
+            if self.policy.oldest and self.intake.training(record, round):
+                self._begin(record, now)
         outcome.asked = len(now.asked)
         needed = min(outcome.asked, self.policy.needed(there))
         in_time = self._collect(now, self.policy.quorum_of(max(needed, 1)), hello)

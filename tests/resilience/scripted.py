@@ -15,6 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor
 
 from flower_geo.compression import codec, content_hash, pack
+from flower_geo.errors import ConfigError
 from flower_geo.messages import Reply, Request
 from flower_geo.resilience import (
     Exchange,
@@ -140,6 +141,7 @@ class World:
 
     Attributes:
         events: what was emitted.
+        told: (node, why) of sites that were told why they may not take part.
         version: what requests are made from.
     """
 
@@ -150,6 +152,7 @@ class World:
         self.grid.node_ids = list(self.sites)
         self.grid.serve = self._serve
         self.events: list[dict[str, Any]] = []
+        self.told: list[tuple[int, str]] = []
         self.membership = Membership()
         self.screen = Screen()
         self.spool = Spool(tmp_path / "spool")
@@ -169,7 +172,11 @@ class World:
     def _serve(self, message: Message) -> list[tuple[float, Message]]:
         site = self.sites[message.metadata.dst_node_id]
         kind = message.metadata.message_type
-        request = Request.from_records(message.content)
+        try:
+            request = Request.from_records(message.content)
+        except ConfigError as error:
+            self.told.append((site.node, str(error)))
+            return []
         site.asked.append((kind, request.round))
         answer = site.behave(site, request, kind)
         if answer is None:
