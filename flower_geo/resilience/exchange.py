@@ -21,7 +21,7 @@ from typing import TypeVar
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from flower_geo.errors import SuperLinkLost
+from flower_geo.errors import FlowerGeoError, SuperLinkLost
 from flower_geo.messages import one_line
 from flower_geo.resilience.network import Backoff, StallWatch, is_trouble
 
@@ -98,6 +98,7 @@ class Exchange:
         self.watch: StallWatch | None = None
         self._backoff = Backoff()
         self._away_since: float | None = None
+        self._again_at = 0.0
 
     def nodes(self) -> set[int]:
         """Ids of the nodes the SuperLink believes to be connected.
@@ -108,7 +109,9 @@ class Exchange:
         return self._patiently("look at the nodes", lambda: set(self.grid.get_node_ids()))
 
     def glance(self) -> set[int] | None:
-        """Like :meth:`nodes`, but one try; None when the SuperLink cannot be reached now."""
+        """Like :meth:`nodes` in one try at most; None when the SuperLink cannot be reached now."""
+        if self._away_since is not None and self.clock() < self._again_at:
+            return None
         try:
             return self._call("look at the nodes", lambda: set(self.grid.get_node_ids()))
         except Exception as error:
@@ -146,7 +149,9 @@ class Exchange:
         if self._away_since is None:
             self._away_since = self.clock()
             self.tell(f"the SuperLink cannot be reached ({what}: {_said(error)}); trying again")
-        return self._backoff.next()
+        pause = self._backoff.next()
+        self._again_at = self.clock() + pause
+        return pause
 
     def push(self, node_id: int, site: str, round: int, kind: str, records: RecordDict) -> bool:
         """Send one request; False when the SuperLink did not take it.
@@ -176,15 +181,23 @@ class Exchange:
         iterating when it has enough.
         """
         while True:
-            pause = self.poll
             for message_id in list(self.open):
                 if message_id not in self.open:
                     continue
+                if self._away_since is not None and self.clock() < self._again_at:
+                    break
                 try:
                     messages = self._call("pull", partial(self._pull, message_id))
+                except FlowerGeoError:
+                    raise
                 except Exception as error:
-                    pause = self._trouble("pull", error)
-                    break
+                    if is_trouble(error):
+                        self._trouble("pull", error)
+                        break
+                    # Flower could not put the reply together: the fault of what is in it.
+                    spoilt = self.open.pop(message_id)
+                    yield Incoming(spoilt, None, f"its reply cannot be read: {_said(error)}")
+                    continue
                 for message in messages:
                     # A lost node's error comes with the SuperLink's own node id,
                     # so replies are matched by the message they answer.
@@ -196,6 +209,9 @@ class Exchange:
             left = until - self.clock()
             if left <= 0:
                 return
+            pause = self.poll
+            if self._away_since is not None:
+                pause = max(pause, self._again_at - self.clock())
             self.sleep(min(pause, left))
 
     def _pull(self, message_id: str) -> list[Message]:

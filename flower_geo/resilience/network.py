@@ -20,16 +20,17 @@ __all__ = ["Backoff", "StallWatch", "is_trouble"]
 #: Libraries whose errors are about the way to the SuperLink.
 _NETWORK = frozenset({"grpc", "httpcore", "httpx"})
 #: Flower's own about objects that did not get through; they share no base class.
-_OBJECTS = "flwr.supercore.inflatable."
+_OBJECTS = frozenset({"ObjectPullError", "ObjectPushError", "ObjectUnavailableError"})
 
 
 def is_trouble(error: BaseException) -> bool:
     """Whether an error of a grid's call says that the SuperLink could not be talked to."""
     if isinstance(error, OSError):
         return True
-    modules = [kind.__module__ for kind in type(error).__mro__]
     return any(
-        module.partition(".")[0] in _NETWORK or module.startswith(_OBJECTS) for module in modules
+        kind.__module__.partition(".")[0] in _NETWORK
+        or (kind.__name__ in _OBJECTS and kind.__module__.startswith("flwr."))
+        for kind in type(error).__mro__
     )
 
 
