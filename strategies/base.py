@@ -149,7 +149,8 @@ class GeoStrategy(Strategy):
                 "round %d, try %d: %d good replies of min-sites=%d",
                 session.done + 1, attempt, good, self.config.min_sites,
             )  # fmt: skip
-            session.back_off(attempt)
+            if attempt <= self.config.max_retries:
+                session.back_off(attempt)
         away = ", ".join(session.membership.in_quarantine(session.done + 1))
         raise NotEnoughSites(
             f"round {session.done + 1} had fewer than min-sites={self.config.min_sites} good "

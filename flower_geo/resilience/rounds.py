@@ -278,6 +278,7 @@ class RoundEngine(Reception):
             record.note_held(reply)
             if reply.status == "need":
                 if opened.round != now.number:
+                    self.intake.miss(record, opened.round)  # that round has no use for it
                     return False
                 self._needs.count(opened)
                 again = self._ask(record, now.number, now.request_for(record))

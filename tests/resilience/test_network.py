@@ -126,7 +126,7 @@ def test_a_reply_that_flower_cannot_put_together_costs_itself(tmp_path: Path) ->
             raise UnexpectedObjectContentError("chunk", "no such tensor")
         return found
 
-    world.grid.pull_messages = spoilt  # type: ignore[method-assign]
+    world.grid.pull_messages = spoilt  # type: ignore[method-assign,assignment]
     assert world.gather(1) == ["a", "c"] and world.clock() < 5
     (line,) = world.seen("site", status="failed")
     assert line["site"] == "b" and "its reply cannot be read" in line["reason"]
