@@ -263,3 +263,13 @@ def test_errors_name_the_folder_and_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"cannot write .*report.html"):
         write_report(folder)
     assert not list(folder.glob(".report-*"))
+
+
+def test_the_page_says_what_was_refused_and_why(tmp_path: Path) -> None:
+    line = {
+        "event": "site", "site": "a", "round": 3, "status": "refused", "reason": f"odd {HOSTILE}",
+    }  # fmt: skip
+    page = build_page(summarise([line]), {}, tmp_path)
+    text = " ".join(check(page).text)
+    assert "All answers not counted" in text and "odd <script>alert(1)</script>" in text
+    assert "<script>alert(1)" not in page

@@ -205,3 +205,20 @@ def test_bytes_sent_for_the_last_evaluation_count_too() -> None:
     assert run.bytes_evaluation == 11 and run.sites["a"].bytes_down == 18
     assert run.rounds[0].bytes_down == 7
     assert compare(run)["sent_down"] == 18
+
+
+def test_answers_that_did_not_count_are_kept_with_their_reasons() -> None:
+    def line(status: str, reason: str | None) -> dict[str, Any]:
+        return {"event": "site", "site": "a", "round": 3, "status": status, "reason": reason}
+
+    run = summarise(
+        [
+            line("refused", "its norm is 40 times the usual"), line("late", "dropped: too late"),
+            line("missing", "no reply before the deadline"), line("accepted", None),
+            line("failed", None),
+        ]
+    )  # fmt: skip
+    assert [(f.round, f.site, f.what, f.detail) for f in run.turned_down] == [
+        (3, "a", "refused", "its norm is 40 times the usual"),
+        (3, "a", "late", "dropped: too late"),
+    ]
