@@ -4,6 +4,7 @@
     ├── ConfigError            a run-config or node-config key or value is wrong
     ├── DataError              a corpus is missing, empty, too short or unreadable
     ├── TrainingError          the inner loop cannot go on (loss not finite, ...)
+    ├── WorkerFailed           a site's worker process dies again and again, or hangs
     ├── ModelError             a model cannot be built, loaded, matched or exported
     ├── CodecError
     │   ├── CodecSpecError     a codec spec string cannot be read
@@ -45,6 +46,7 @@ __all__ = [
     "StateLocked",
     "SuperLinkLost",
     "TrainingError",
+    "WorkerFailed",
 ]
 
 
@@ -66,6 +68,10 @@ class ModelError(FlowerGeoError):
 
 class TrainingError(FlowerGeoError):
     """The inner loop cannot go on, for instance because the loss is not finite."""
+
+
+class WorkerFailed(FlowerGeoError):
+    """A site's worker process cannot be started, dies again and again, or hangs."""
 
 
 class CodecError(FlowerGeoError):

@@ -74,6 +74,9 @@ class CommonConfig(BaseModel):
         1, description="CPU threads a site trains with; 0 = torch's default"
     )
     keep_optimizer: bool = Field(True, description="inner optimizer lives on over rounds")
+    snapshot_steps: Annotated[int, Field(ge=0)] = Field(
+        50, description="inner steps between a site's snapshots within a round; 0 = none"
+    )
 
     # -- the wire -------------------------------------------------------------
     codec_up: str = Field(
@@ -212,7 +215,8 @@ class CommonConfig(BaseModel):
         made under the very same training configuration.
         """
         public = self.public()
-        chosen = {key: public[key] for key in sorted(TRAINING_KEYS) if key in public}
+        deciding = TRAINING_KEYS - _SAME_RESULT_KEYS
+        chosen = {key: public[key] for key in sorted(deciding) if key in public}
         chosen["total-steps"] = self.total_steps
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -240,10 +244,13 @@ TRAINING_KEYS = frozenset(
         "batch-size", "clip-norm", "codec-up", "data", "error-feedback", "eval-tokens",
         "feedback-decay", "feedback-dtype", "grad-accum", "inner-lr", "inner-optimizer",
         "inner-seconds", "inner-steps", "keep-optimizer", "min-lr-ratio", "model", "precision",
-        "schedule", "seed", "seq-len", "threads", "tokenizer", "warmup-steps", "weight-by",
-        "weight-decay",
+        "schedule", "seed", "seq-len", "snapshot-steps", "threads", "tokenizer", "warmup-steps",
+        "weight-by", "weight-decay",
     }
 )  # fmt: skip
+
+#: Of those, the ones that change nothing about what comes out.
+_SAME_RESULT_KEYS = frozenset({"snapshot-steps"})
 
 #: Keys that may not change when a run is resumed.
 FIXED_KEYS = frozenset(

@@ -16,7 +16,7 @@ __all__ = ["NODE_KEYS", "by_site", "check_node_keys", "key_table", "variables"]
 NODE_KEYS = (
     "site", "data", "state-dir", "cache-dir", "device", "uplink-mbps", "downlink-mbps",
     "inner-steps", "inner-seconds", "batch-size", "grad-accum", "threads", "tokenizer",
-    "partition-id", "num-partitions",
+    "partition-id", "num-partitions", "snapshot-steps", "worker", "worker-idle", "worker-stall",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from flower_geo.errors import TrainingError
 from flower_geo.training.optimizer import build_optimizer, flat_state, load_flat_state
 from flower_geo.training.precision import autocast, device_of
 from flower_geo.training.schedule import InnerConfig, learning_rate
-from flower_geo.training.tally import DeviceTally, HostTally, InnerResult, Tally
+from flower_geo.training.tally import DeviceTally, HostTally, InnerResult, RoundSoFar, Tally
 
 __all__ = ["InnerLoop"]
 
@@ -59,6 +59,8 @@ class InnerLoop:
         self._optimizer = build_optimizer(self._parameters, config, fused=self._deferred)
         self._rng = self._live_rng()
         self._running = False
+        self._tally: Tally | None = None
+        self._began = 0.0
 
     def run(
         self,
@@ -70,6 +72,7 @@ class InnerLoop:
         on_step: Callable[[int, Tensor], None] | None = None,
         *,
         start: int = 0,
+        carried: RoundSoFar | None = None,
     ) -> InnerResult:
         """Take optimizer steps.
 
@@ -89,6 +92,8 @@ class InnerLoop:
                 ``state_dict`` may be copied, and an exception ends the run
                 between two steps.
             start: first local step, for going on inside a round.
+            carried: the part of the round done before, from :meth:`so_far`; the
+                run goes on after it, and its result is that of the whole round.
 
         Raises:
             TrainingError: loss or gradient is not finite; weights and optimizer
@@ -99,8 +104,13 @@ class InnerLoop:
         if steps is not None and start >= steps:
             raise TrainingError(f"no step is left: {start} of {steps} are done; give more steps")
         round_span = float(span if span is not None else steps or 0)
-        tally = DeviceTally(self._device) if self._deferred else HostTally()
-        began = time.perf_counter()
+        tally = DeviceTally(self._device, carried) if self._deferred else HostTally(carried)
+        if carried is not None:
+            start = carried.steps
+            if _over(carried, steps, seconds):
+                return tally.result(carried.seconds)
+        began = time.perf_counter() - (carried.seconds if carried else 0.0)
+        self._tally, self._began = tally, began
         with self._training():
             step = start
             while True:
@@ -119,6 +129,17 @@ class InnerLoop:
             self._look(tally)
             self._settle()
         return tally.result(time.perf_counter() - began)
+
+    def so_far(self) -> RoundSoFar:
+        """The round up to the step just taken; for ``on_step``, and waits for the device.
+
+        Raises:
+            TrainingError: a step so far was not finite, or none is being taken.
+        """
+        if not self._running or self._tally is None:
+            raise TrainingError("no round is under way; ask from on_step")
+        self._look(self._tally)
+        return self._tally.so_far(time.perf_counter() - self._began)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Optimizer state and random stream as CPU tensors, fit for safetensors.
@@ -229,6 +250,12 @@ class InnerLoop:
             self._rng = self._live_rng()
             self._set_rng(callers)
             self.model.train(mode)
+
+
+def _over(carried: RoundSoFar, steps: int | None, seconds: float | None) -> bool:
+    """Whether nothing is left of a round that was broken off."""
+    by_steps = steps is not None and carried.steps >= steps
+    return by_steps or (seconds is not None and carried.seconds >= seconds)
 
 
 def _share(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceTally", "HostTally", "InnerResult", "Tally"]
+__all__ = ["DeviceTally", "HostTally", "InnerResult", "RoundSoFar", "Tally"]
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,50 @@ class InnerResult:
     grad_norm: float
 
 
-class Tally(ABC):
-    """Sums over the steps of one round."""
+@dataclass(frozen=True)
+class RoundSoFar:
+    """A round that is not over: what a run that goes on in it needs to count all of it.
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.tokens = 0
+    Plain numbers, so that JSON keeps them to the last bit.
+
+    Attributes:
+        steps: local steps done.
+        tokens: tokens predicted by then.
+        seconds: time spent by then.
+        loss_first, loss_last: losses of the first and the newest step.
+        losses, norms: sums over the steps, of the loss and of the gradient's norm.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss_first: float
+    loss_last: float
+    losses: float
+    norms: float
+
+
+class Tally(ABC):
+    """Sums over the steps of one round.
+
+    Args:
+        carried: the part of the round that was counted before.
+    """
+
+    def __init__(self, carried: RoundSoFar | None = None) -> None:
+        self.steps = carried.steps if carried else 0
+        self.tokens = carried.tokens if carried else 0
 
     def add(self, loss: Tensor, norm: Tensor, tokens: int, step: int) -> None:
         """Count a step, before it is taken."""
         self.steps += 1
         self.tokens += tokens
         self._count(loss, norm, step)
+
+    def so_far(self, seconds: float) -> RoundSoFar:
+        """What to carry over; needs a step, waits for the device."""
+        first, last, losses, norms = self._sums()
+        return RoundSoFar(self.steps, self.tokens, seconds, first, last, losses, norms)
 
     def result(self, seconds: float) -> InnerResult:
         """The round so far; waits for the device."""
@@ -75,10 +107,12 @@ class Tally(ABC):
 class HostTally(Tally):
     """Python numbers, for devices whose results are there when asked for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._first = self._last = math.nan
-        self._losses = self._norms = 0.0
+    def __init__(self, carried: RoundSoFar | None = None) -> None:
+        super().__init__(carried)
+        self._first = carried.loss_first if carried else math.nan
+        self._last = carried.loss_last if carried else math.nan
+        self._losses = carried.losses if carried else 0.0
+        self._norms = carried.norms if carried else 0.0
         self._bad: tuple[int, float] | None = None
 
     def _count(self, loss: Tensor, norm: Tensor, step: int) -> None:
@@ -104,12 +138,16 @@ class DeviceTally(Tally):
     A step that was not finite sticks: no later step counts as good either.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._first: Tensor | None = None
-        self._last: Tensor | None = None
-        self._losses = torch.zeros((), dtype=torch.float64, device=device)
-        self._norms = torch.zeros((), dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, carried: RoundSoFar | None = None) -> None:
+        super().__init__(carried)
+
+        def number(value: float) -> Tensor:
+            return torch.tensor(value, dtype=torch.float64, device=device)
+
+        self._first = number(carried.loss_first) if carried else None
+        self._last = number(carried.loss_last) if carried else None
+        self._losses = number(carried.losses if carried else 0.0)
+        self._norms = number(carried.norms if carried else 0.0)
         self._bad_step = torch.full((), -1, dtype=torch.long, device=device)
         self._bad_loss = torch.zeros((), device=device)
 

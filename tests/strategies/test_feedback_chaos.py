@@ -25,7 +25,7 @@ from flower_geo.compression.adaptive import AdaptiveChoice
 from flower_geo.config import DiLoCoConfig
 from flower_geo.resilience import Journal
 from flower_geo.resilience.replies import payload_hash
-from flower_geo.site import work
+from flower_geo.site import bench, work
 from flower_geo.site.state import SiteState
 from tests.federation import Node
 from tests.resilience.scripted import Clock
@@ -101,7 +101,7 @@ class Chaos:
         elif fate in ("lost", "restart"):
             # A SuperNode that comes back has another node id and an empty memory.
             if fate == "restart":
-                work._workbench.cache_clear()
+                bench.workbench.cache_clear()
             old = self.grid.nodes.pop(node)
             self.grid.nodes[node + 1000] = Node(node + 1000, old.config)
             return [] if fate == "lost" else [reply]
