@@ -1,9 +1,10 @@
 """What a ClientApp and its site's worker say to each other over a Unix socket.
 
-A frame is four bytes of length and a JSON object.  Arrays lie in a file that
-has no name any more; its descriptor travels with the frame, and a table in the
-JSON says where in it each Array lies.  So nothing is left on disk whoever dies,
-and a payload is copied once in and once out.  Imports no torch.
+A frame is four bytes of length and a JSON object, small enough for the socket's
+buffer.  Arrays lie in a file that has no name any more, behind a table of what
+they are; its descriptor travels with the frame.  So nothing is left on disk
+whoever dies, nobody waits for a reader, and a payload is copied once in and
+once out.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ __all__ = [
 ]
 
 _LENGTH = struct.Struct(">I")
-#: Bytes of JSON in a frame: names and shapes of some hundred thousand tensors.
-MAX_FRAME = 32 * 2**20
+#: Bytes of JSON in a frame, and in the table before the arrays.
+MAX_FRAME, MAX_TABLE = 2**20, 2**26
 #: Bytes read or written at a time; Linux moves less than 2 GiB a call.
 _PIECE = 2**30
 _ARRAYS = "arrays"
@@ -106,27 +107,29 @@ def _exactly(sock: socket.socket, count: int) -> bytearray:
     return data
 
 
-def spooled(record: ArrayRecord | None, folder: Path) -> tuple[list[Any] | None, IO[bytes] | None]:
+def spooled(record: ArrayRecord | None, folder: Path) -> tuple[int, IO[bytes] | None]:
     """Write Arrays to a nameless file in ``folder``.
 
     Returns:
-        The table for the frame (name, dtype, shape, serialisation, bytes each)
-        and the file; both None without a record.
+        Bytes of the table at the file's begin (of each Array its name, dtype, shape,
+        serialisation and bytes), and the file; 0 and None without a record.
 
     Raises:
         StateError: the folder cannot be written.
     """
     if record is None:
-        return None, None
-    table = [
-        [name, item.dtype, list(item.shape), item.stype, len(item.data)]
-        for name, item in record.items()
-    ]
+        return 0, None
+    table = json.dumps(
+        [
+            [name, item.dtype, list(item.shape), item.stype, len(item.data)]
+            for name, item in record.items()
+        ]
+    ).encode()
     try:
-        file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        file = tempfile.TemporaryFile(prefix=".handover.", dir=folder, buffering=0)
         try:
-            for item in record.values():
-                rest = memoryview(item.data)
+            for data in (table, *(item.data for item in record.values())):
+                rest = memoryview(data)
                 while rest:
                     rest = rest[os.write(file.fileno(), rest[:_PIECE]) :]
         except BaseException:
@@ -137,44 +140,46 @@ def spooled(record: ArrayRecord | None, folder: Path) -> tuple[list[Any] | None,
             f"cannot write to {folder}: {error.strerror or error}; free space or mend its "
             "permissions"
         ) from error
-    return table, file
+    return len(table), file
 
 
 def read_arrays(table: object, descriptor: int | None) -> ArrayRecord | None:
-    """The Arrays of a frame's table, read from the file that came with it.
+    """The Arrays of a file that came with a frame.
+
+    Args:
+        table: bytes of the file's table, as the frame has it.
+        descriptor: the open file.
 
     Raises:
-        WorkerFailed: table and file do not fit; nothing is allocated then.
+        WorkerFailed: table and file do not fit; no more than the file holds is
+            allocated then.
     """
-    if table is None:
+    if table == 0:
         return None
-    if descriptor is None:
+    total = os.fstat(descriptor).st_size if descriptor is not None else 0
+    if descriptor is None or type(table) is not int or not 0 < table <= min(total, MAX_TABLE):
         raise WorkerFailed("a frame with arrays came without their file")
-    rows = _rows(table)
-    if sum(size for *_, size in rows) != os.fstat(descriptor).st_size:
+    rows = _rows(_read(descriptor, table, 0))
+    if table + sum(size for *_, size in rows) != total:
         raise WorkerFailed("the arrays of a frame do not fill their file")
-    record, place = ArrayRecord(), 0
+    record, place = ArrayRecord(), table
     for name, dtype, shape, stype, size in rows:
         record[name] = Array(dtype, shape, stype, _read(descriptor, size, place))
         place += size
     return record
 
 
-def _rows(table: object) -> list[tuple[str, str, tuple[int, ...], str, int]]:
-    if not isinstance(table, list):
-        raise WorkerFailed("a frame holds no table of arrays")
+def _rows(text: bytes) -> list[tuple[str, str, tuple[int, ...], str, int]]:
     rows = []
-    for row in table:
-        try:
-            name, dtype, shape, stype, size = row
-            fits = all(type(text) is str for text in (name, dtype, stype)) and all(
-                type(number) is int and number >= 0 for number in (size, *shape)
-            )
-        except (TypeError, ValueError):
-            fits = False
-        if not fits:
-            raise WorkerFailed("a frame holds a broken table of arrays")
-        rows.append((name, dtype, tuple(shape), stype, size))
+    try:
+        for name, dtype, shape, stype, size in json.loads(text):
+            if not all(type(each) is str for each in (name, dtype, stype)):
+                raise TypeError
+            if not all(type(number) is int and number >= 0 for number in (size, *shape)):
+                raise TypeError
+            rows.append((name, dtype, tuple(shape), stype, size))
+    except (TypeError, ValueError, RecursionError):
+        raise WorkerFailed("a file of arrays holds a broken table") from None
     return rows
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flwr.app import Context, Message
@@ -13,6 +14,7 @@ from flwr.clientapp import ClientApp
 
 from flower_geo.errors import FlowerGeoError
 from flower_geo.messages import Reply, Request
+from flower_geo.site.client import ask_worker, uses_worker
 from flower_geo.site.identity import site_name
 
 __all__ = ["client_app"]
@@ -21,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def client_app() -> ClientApp:
-    """Return a Flower ClientApp that trains in its own process.
+    """Return a Flower ClientApp that serves its site's part of a run.
+
+    It trains in the site's worker process, or in its own (node-config
+    ``worker``, see ``flower_geo.site.client``).
 
     It answers ``query`` (greeting), ``train`` and ``evaluate``.  Errors of
     flower_geo's own kinds come back as a refusal with one line of reason, so
@@ -52,11 +57,7 @@ def _serve(name: str, message: Message, context: Context) -> Message:
     try:
         site = site_name(node)
         request = Request.from_records(message.content)
-        # Imported here: a process that only reports a bad request needs no torch.
-        from flower_geo.site import work
-
-        handler: Callable[[Request, Mapping[str, Any]], Reply] = getattr(work, name)
-        reply = handler(request, node)
+        reply = _handler(name, node)(request, node)
     except FlowerGeoError as error:
         logger.error("site %s: %s", site, error)
         reply = Reply(
@@ -65,3 +66,13 @@ def _serve(name: str, message: Message, context: Context) -> Message:
         )  # fmt: skip
     reply = replace(reply, at_work=time.perf_counter() - started)
     return Message(reply.to_records(), reply_to=message)
+
+
+def _handler(name: str, node: Mapping[str, Any]) -> Callable[[Request, Mapping[str, Any]], Reply]:
+    if uses_worker(node):
+        return partial(ask_worker, name)
+    # Imported here: a process that has a worker, or reports a bad request, needs no torch.
+    from flower_geo.site import work
+
+    handler: Callable[[Request, Mapping[str, Any]], Reply] = getattr(work, name)
+    return handler

@@ -104,7 +104,8 @@ class Place:
         A deep folder is named by an open descriptor, where the system can.
 
         Raises:
-            StateError: it cannot; or the folder is not there.
+            StateError: it cannot.
+            OSError: the folder is not there.
         """
         whole = str(self.home / "socket")
         if len(os.fsencode(whole)) <= _MAX_PATH:
@@ -115,10 +116,7 @@ class Place:
                 f"{whole} is too long for a socket; choose a shorter state-dir, or set "
                 'node-config worker="in-process"'
             )
-        try:
-            handle = os.open(self.home, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise StateError(f"cannot use {self.home}: {error.strerror or error}") from error
+        handle = os.open(self.home, os.O_RDONLY | os.O_DIRECTORY)
         try:
             yield f"{_DESCRIPTORS}/{handle}/socket"
         finally:
