@@ -41,8 +41,8 @@ _BUSY = 75
 _DEATHS = 3
 #: Workers that may leave in an orderly way, in a row, before a request is given up.
 _LEAVES = 5
-#: Seconds until a worker listens; it imports little before.
-_START_SECONDS = 90.0
+#: Seconds until a worker listens; libraries on a slow disk take their time.
+_START_SECONDS = 180.0
 #: Seconds between two looks at a silent worker.
 _LOOK_SECONDS = 0.5
 #: Seconds after which a worker that is stopped (SIGSTOP) is given up.

@@ -43,7 +43,7 @@ _SHARE = 0.05
 #: ... but none is put off for longer than this, in seconds.
 _LONGEST = 300.0
 #: First guess of what a snapshot takes: seconds at least, and bytes a second.
-_LEAST, _SPEED = 0.02, 300e6
+_LEAST, _SPEED = 0.01, 500e6
 
 _PARTS = ("weights", "inner")
 

@@ -51,7 +51,7 @@ _AFTER_RUN = 60.0
 #: Seconds to wait for the first request at least.
 _FIRST_SECONDS = 30.0
 #: Seconds between looks at whether the folder is still there.
-_LOOK_SECONDS = 5.0
+_LOOK_SECONDS = 2.0
 #: Parts of the work that can be left at once: nothing is lost that a snapshot does not hold.
 _EARLY = ("model", "data", "base", "training")
 _ENDING = (signal.SIGTERM, signal.SIGUSR1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +22,15 @@ import pytest
 from flower_geo.durable import read_sealed
 from flower_geo.errors import CheckpointCorrupt, ConfigError, DataError, StateLocked, WorkerFailed
 from flower_geo.messages import Reply, Request
-from flower_geo.site import client, work
+from flower_geo.site import client, place, work
 from flower_geo.site.client import ask_worker, uses_worker
 from flower_geo.site.place import Place
+from flower_geo.site.worker import _idle_after
 from tests.site.requests import Desk, blobs, folder_of, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A round of some seconds, with a snapshot every second or so.
-LONG: dict[str, Any] = {"inner-steps": 80, "batch-size": 16, "snapshot-steps": 2}
+LONG: dict[str, Any] = {"inner-steps": 60, "batch-size": 16, "snapshot-steps": 2}
 
 
 @pytest.fixture(scope="module")
@@ -135,18 +139,51 @@ def test_both_modes_give_the_same_bits_and_the_worker_stays(
         else:
             same(theirs, mine)
     assert len(pids) == 1
-    place = place_of(north)
-    for private in (place.log, place.lock, place.home / "socket"):
+    at = place_of(north)
+    for private in (at.log, at.lock, at.home / "socket", at.home, at.folder):
         assert private.stat().st_mode & 0o077 == 0
-    assert place.home.stat().st_mode & 0o077 == 0
     ended()
-    assert not place.home.exists()
-    assert not [p for p in place.folder.iterdir() if p.name.startswith((".", "snapshot"))]
+    assert not at.home.exists()
+    assert not [p for p in at.folder.iterdir() if p.name.startswith((".", "snapshot"))]
 
 
-def test_errors_come_back_as_they_were(
+def test_a_worker_killed_in_a_round_loses_no_bit(
+    long_desk: Desk, north: dict[str, Any], undisturbed: Reply, ended: Callable[[], None]
+) -> None:
+    future = asked(north, long_desk.request(1, evaluate=True))
+    wait_until(lambda: stored_steps(north))
+    worker_of(north).kill()
+    same(future.result(60), undisturbed)
+    assert place_of(north).log.read_text().count("goes on in round 1 after step") == 1
+    assert not (folder_of(north) / "snapshot").exists()
+
+
+def test_a_worker_told_to_end_snapshots_and_the_round_goes_on(
+    long_desk: Desk, north: dict[str, Any], undisturbed: Reply, ended: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(client, "_LEAVE_SECONDS", 0.1)
+    # None of its own accord: the snapshot found is that of the notice.
+    future = asked({**north, "snapshot-steps": 0}, long_desk.request(1, evaluate=True))
+    log = place_of(north).log
+    wait_until(lambda: log.exists() and " training\n" in log.read_text())
+    time.sleep(0.5)  # some steps
+    told = worker_of(north)
+    told.send_signal(signal.SIGUSR1)
+    wait_until(lambda: place_of(north).owner() != told.pid, 10)
+    assert stored_steps(north) > 0
+    same(future.result(60), undisturbed)
+
+
+def test_asked_twice_at_once_it_trains_once_and_errors_come_back_as_they_were(
     desk: Desk, north: dict[str, Any], ended: Callable[[], None]
 ) -> None:
+    first = asked(north, desk.request(1))
+    second = asked(north, replace(desk.request(1), attempt=2))
+    same(first.result(60), second.result(60))
+    assert first.result().metrics == second.result().metrics  # the clocks' numbers, too
+    # Of two that were started, perhaps, one found the place taken.
+    assert place_of(north).log.read_text().count("train_request of round 1: done") == 2
     with pytest.raises(DataError, match="/not/here"):
         ask_worker("greet_request", desk.request(0), {**north, "data": "/not/here"})
     with pytest.raises(ConfigError, match="toaster"):
@@ -158,93 +195,91 @@ def test_errors_come_back_as_they_were(
         ask_worker("greet_request", desk.request(0), north)
 
 
-def test_a_worker_killed_and_one_stopped_in_a_round_lose_no_bit(
-    long_desk: Desk, north: dict[str, Any], undisturbed: Reply, ended: Callable[[], None]
-) -> None:
-    future = asked(north, long_desk.request(1, evaluate=True))
-    wait_until(lambda: stored_steps(north))
-    first, steps = worker_of(north), stored_steps(north)
-    first.kill()
-    wait_until(lambda: "goes on in round 1 after step" in place_of(north).log.read_text())
-    wait_until(lambda: stored_steps(north) > steps)
-    second = worker_of(north)
-    second.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    wait_until(lambda: place_of(north).owner() != second.pid, 10)
-    assert time.monotonic() - began < 4
-    same(future.result(60), undisturbed)
-    assert place_of(north).log.read_text().count("goes on in round 1 after step") == 2
-    assert not (folder_of(north) / "snapshot").exists()
-
-
-def test_workers_told_to_end_snapshot_and_the_round_goes_on(
-    long_desk: Desk, north: dict[str, Any], undisturbed: Reply, ended: Callable[[], None]
-) -> None:
-    # None of its own accord: the snapshots found are those of the notices.
-    future = asked({**north, "snapshot-steps": 0}, long_desk.request(1, evaluate=True))
-    steps, log = 0, place_of(north).log
-    for lives, number in ((1, signal.SIGTERM), (2, signal.SIGUSR1)):
-        wait_until(lambda: log.exists() and log.read_text().count(" training\n") == lives)
-        time.sleep(0.7)  # some steps
-        told = worker_of(north)
-        told.send_signal(number)
-        wait_until(lambda: place_of(north).owner() != told.pid, 10)
-        assert stored_steps(north) > steps
-        steps = stored_steps(north)
-    same(future.result(60), undisturbed)
-
-
-def test_a_request_asked_twice_at_once_is_trained_once(
-    desk: Desk, north: dict[str, Any], ended: Callable[[], None]
-) -> None:
-    first = asked(north, desk.request(1))
-    second = asked(north, replace(desk.request(1), attempt=2))
-    same(first.result(60), second.result(60))
-    assert first.result().metrics == second.result().metrics  # the clocks' numbers, too
-    # Of two that were started, perhaps, one found the place taken.
-    assert place_of(north).log.read_text().count("train_request of round 1: done") == 2
-
-
 def test_workers_that_die_again_and_again_end_the_request(
     desk: Desk, north: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ended: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(client, "MODULE", "flower_geo.site.not_there")
-    with pytest.raises(WorkerFailed, match="lost 3 times in a row .* exit code 1; see") as caught:
+    with pytest.raises(WorkerFailed, match=r"lost 3 times in a row .* exit code 1; see") as caught:
         ask_worker("greet_request", desk.request(0), north)
     assert "\n" not in str(caught.value)
 
 
-def test_a_worker_ends_by_itself_and_leaves_nothing(
-    desk: Desk, north: dict[str, Any], ended: Callable[[], None]
-) -> None:
-    ask_worker("greet_request", desk.request(0), {**north, "worker-idle": 1})
-    place = place_of(north)
-    first = worker_of(north)
-    wait_until(lambda: place.owner() is None, 10)
-    wait_until(lambda: not place.home.exists(), 5)
-    assert first.wait(10) in (0, None)
-    # What a killed one leaves does not keep the next from starting.
-    ask_worker("greet_request", desk.request(0), north)
-    worker_of(north).kill()
-    wait_until(lambda: place.owner() is None, 10)
-    assert (place.home / "socket").exists() and place.process() is None
-    assert ask_worker("greet_request", desk.request(0), north).status == "done"
+HANGING = """
+import fcntl, os, socket, sys, time
+home = os.path.join(sys.argv[1], "worker")
+lock = os.open(os.path.join(home, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(lock, fcntl.LOCK_EX)
+os.truncate(lock, 0)
+os.write(lock, str(os.getpid()).encode())
+os.chdir(home)
+if os.path.lexists("socket"):
+    os.unlink("socket")
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("socket")
+listener.listen()
+lines = [listener.accept()]
+time.sleep(100)
+"""
 
 
-def test_a_deep_state_folder_is_no_hindrance(desk: Desk, north: dict[str, Any]) -> None:
-    deep = {**north, "state-dir": north["state-dir"] + "/deep" * 40, "worker-idle": 0}
-    assert ask_worker("greet_request", desk.request(0), deep).status == "done"
-    wait_until(lambda: not place_of(deep).home.exists(), 10)
+def test_workers_that_hang_are_killed_and_said_to(
+    desk: Desk, north: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    ended: Callable[[], None],
+) -> None:  # fmt: skip
+    (tmp_path / "hanging.py").write_text(HANGING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for module in (client, place):
+        monkeypatch.setattr(module, "MODULE", "hanging")
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=r"said nothing for 1 s \(worker-stall=1\)"):
+        ask_worker("greet_request", desk.request(0), {**north, "worker-stall": 1})
+    assert 3 <= time.monotonic() - began < 15
+    assert place_of(north).owner() is None
 
 
-def test_a_worker_of_another_environment_makes_room(
+def refused(node: dict[str, Any], request: Request) -> int:
+    """Ask what is refused at once; pid of the worker that said so."""
+    with pytest.raises(ConfigError, match="node-config inner-steps=0"):
+        ask_worker("greet_request", request, {**node, "inner-steps": 0})
+    process = place_of(node).process()
+    return process.pid if process is not None else 0
+
+
+def test_the_life_of_workers(
     desk: Desk, north: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ended: Callable[[], None]
 ) -> None:
-    ask_worker("greet_request", desk.request(0), north)
-    first = worker_of(north).pid
+    monkeypatch.setattr(client, "_LEAVE_SECONDS", 0.1)
+    north["state-dir"] += "/deep" * 40  # too long for the path of a socket
+    at, hello = place_of(north), desk.request(0)
+    # One that is stopped is noticed and replaced, ...
+    first = refused(north, hello)
+    os.kill(first, signal.SIGSTOP)
+    began = time.monotonic()
+    second = refused(north, hello)
+    assert second != first and 2 <= time.monotonic() - began < 10
+    # ... what a killed one leaves does not keep the next from starting, ...
+    os.kill(second, signal.SIGKILL)
+    wait_until(lambda: at.owner() is None, 10)
+    assert (at.home / "socket").exists() and at.process() is None
+    third = refused(north, hello)
+    # ... one that knows another environment makes room, ...
     monkeypatch.setenv("HF_SOMETHING", "new")
-    assert ask_worker("greet_request", desk.request(0), north).status == "done"
-    assert worker_of(north).pid != first
+    fourth = refused({**north, "worker-idle": 1}, hello)
+    assert len({second, third, fourth}) == 3
+    # ... and the last ends by itself and leaves nothing.
+    wait_until(lambda: not at.home.exists(), 10)
+    assert at.owner() is None
+    # One whose folder was removed ends, too.
+    fifth = psutil.Process(refused(north, hello))
+    shutil.rmtree(at.folder)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        fifth.wait(10)
+
+
+def test_it_waits_less_long_when_the_run_is_over(desk: Desk) -> None:
+    assert _idle_after(desk.request(4), 900.0) == 900.0
+    assert _idle_after(desk.request(5), 900.0) == 60.0
+    assert _idle_after(desk.request(5), 5.0) == 5.0
 
 
 def test_which_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +312,6 @@ print(reply.content.config_records["geo"]["status"], len(reply.content["arrays"]
 def test_the_client_app_serves_a_request_and_imports_no_torch(
     desk: Desk, north: dict[str, Any], ended: Callable[[], None]
 ) -> None:
-    import json
-
     records = desk.request(1).to_records().config_records
     given = [{**north, "worker": "process"}, dict(records["geo"]), dict(records["config"])]
     done = subprocess.run(

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from flower_geo.training.tally import DeviceTally, HostTally, Tally
+from flower_geo.training.tally import DeviceTally, HostTally, RoundSoFar, Tally
 
 CPU = torch.device("cpu")
 
@@ -47,3 +51,14 @@ def test_good_steps_are_not_bad() -> None:
     for tally in tallies():
         assert fill(tally, [1.0], [0.0]).first_bad() is None
     assert DeviceTally(CPU).bad() == 0.0
+
+
+def test_a_count_that_goes_on_is_that_of_one_go() -> None:
+    losses, norms = [3.0, 2.1, 1.7, 0.3], [0.1, 0.7, 0.2, 0.9]
+    kinds: list[Any] = [HostTally, partial(DeviceTally, CPU)]
+    for kind in kinds:
+        reference = fill(kind(), losses, norms).result(4.0)
+        kept = asdict(fill(kind(), losses[:3], norms[:3]).so_far(3.0))
+        carried = RoundSoFar(**json.loads(json.dumps(kept)))
+        assert (carried.steps, carried.tokens, carried.seconds) == (3, 30, 3.0)
+        assert fill(kind(carried), losses[3:], norms[3:]).result(4.0) == reference
