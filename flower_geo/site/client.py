@@ -215,10 +215,13 @@ def _words(asking: _Asking, sock: socket.socket) -> Iterator[tuple[dict[str, Any
     """
     taken = False
     process = asking.place.process()
-    quiet = stopped = used = 0.0
+    quiet = stopped = 0.0
+    used = _cpu_seconds(process)
+    line = select.poll()
+    line.register(sock, select.POLLIN)
     while True:
         began = time.monotonic()
-        if select.select([sock], [], [], _LOOK_SECONDS)[0]:
+        if line.poll(1000 * _LOOK_SECONDS):
             try:
                 word = frames.receive(sock)
             except TimeoutError:

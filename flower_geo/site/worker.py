@@ -36,7 +36,7 @@ from flower_geo.site.watch import Leaving, Watch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BUSY", "Worker", "main"]
+__all__ = ["BUSY", "Worker", "WorkerLock", "main"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _EARLY = ("model", "data", "base", "training")
 _ENDING = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class _WorkerLock(FileLock):
+class WorkerLock(FileLock):
     """A lock whose file goes with its owner."""
 
     def acquire(self, what: str) -> None:
@@ -71,15 +71,22 @@ class _WorkerLock(FileLock):
                     raise
                 time.sleep(0.05)
                 continue
-            assert self._handle is not None
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(self._handle), os.stat(self.path)):
-                    return
+            if self.in_place():
+                return
             super().release()  # the file was removed by its last owner in between
+
+    def in_place(self) -> bool:
+        """Whether the lock is held, and the file that others look at is the one it is on."""
+        try:
+            return self._handle is not None and os.path.samestat(
+                os.fstat(self._handle), os.stat(self.path)
+            )
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Remove the file and let go."""
-        if self._handle is not None:
+        if self.in_place():
             self.path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self.path.parent.rmdir()
@@ -144,7 +151,8 @@ class Worker:
     """See the module text.
 
     Args:
-        place: where it works; the caller holds its lock.
+        place: where it works.
+        lock: of that place, held.
         stamp: what its askers must have, see ``place.life_stamp``.
         idle: seconds without a request after which it ends.
 
@@ -152,9 +160,10 @@ class Worker:
         told: whether it was told to end.
     """
 
-    def __init__(self, place: Place, stamp: str, idle: float) -> None:
+    def __init__(self, place: Place, lock: WorkerLock, stamp: str, idle: float) -> None:
         self.told = False
         self._place = place
+        self._lock = lock
         self._stamp = stamp
         self._idle = idle
         self._selector = selectors.DefaultSelector()
@@ -175,7 +184,7 @@ class Worker:
                 if left <= 0:
                     logger.info("no request for %g s: it ends", self._idle)
                     break
-                if not self._place.lock.exists():
+                if not self._lock.in_place():
                     logger.warning("%s is gone: it ends", self._place.home)
                     break
                 self.poll(min(left, _LOOK_SECONDS))
@@ -203,7 +212,8 @@ class Worker:
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
             yield
         finally:
-            path.unlink(missing_ok=True)
+            if self._lock.in_place():
+                path.unlink(missing_ok=True)
             listener.close()
             self._selector.close()
 
@@ -346,7 +356,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(process)d %(message)s"
     )
-    lock = _WorkerLock(place.lock)
+    lock = WorkerLock(place.lock)
     try:
         place.make()
         lock.acquire("the worker's place")
@@ -357,7 +367,7 @@ def main(arguments: list[str]) -> int:
         return 1
     try:
         logger.info("worker at %s", place.folder)
-        Worker(place, stamp, float(idle)).run()
+        Worker(place, lock, stamp, float(idle)).run()
     finally:
         lock.release()
     return 0

@@ -25,7 +25,7 @@ from flower_geo.messages import Reply, Request
 from flower_geo.site import client, place, work
 from flower_geo.site.client import ask_worker, uses_worker
 from flower_geo.site.place import Place
-from flower_geo.site.worker import _idle_after
+from flower_geo.site.worker import WorkerLock, _idle_after
 from tests.site.requests import Desk, blobs, folder_of, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,6 +195,21 @@ def test_asked_twice_at_once_it_trains_once_and_errors_come_back_as_they_were(
         ask_worker("greet_request", desk.request(0), north)
 
 
+def test_a_client_app_that_is_killed_costs_no_step(
+    long_desk: Desk, north: dict[str, Any], undisturbed: Reply, ended: Callable[[], None]
+) -> None:
+    log = place_of(north).log
+    asking = subprocess.Popen(
+        [sys.executable, "-c", THIN, given(long_desk.request(1, evaluate=True), north)],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    wait_until(lambda: log.exists() and " training\n" in log.read_text())
+    asking.kill()
+    asking.wait()
+    same(ask_worker("train_request", long_desk.request(1, evaluate=True), north), undisturbed)
+    assert log.read_text().count(" training\n") == 1
+
+
 def test_workers_that_die_again_and_again_end_the_request(
     desk: Desk, north: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ended: Callable[[], None]
 ) -> None:
@@ -282,6 +297,23 @@ def test_it_waits_less_long_when_the_run_is_over(desk: Desk) -> None:
     assert _idle_after(desk.request(5), 5.0) == 5.0
 
 
+def test_a_lock_whose_file_was_replaced_leaves_the_other_alone(tmp_path: Path) -> None:
+    at = Place(tmp_path)
+    at.make()
+    old, new = WorkerLock(at.lock), WorkerLock(at.lock)
+    old.acquire("it")
+    assert old.in_place() and at.owner() == os.getpid()
+    with pytest.raises(StateLocked, match=f"it is in use by process {os.getpid()}"):
+        new.acquire("it")
+    at.lock.unlink()
+    assert not old.in_place() and at.owner() is None
+    new.acquire("it")
+    old.release()
+    assert new.in_place() and not old.in_place()
+    new.release()
+    assert not at.home.exists()
+
+
 def test_which_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uses_worker({"worker": "process"}) and not uses_worker({"worker": "in-process"})
     assert not uses_worker({}) and not uses_worker({"worker": "auto"})
@@ -289,6 +321,13 @@ def test_which_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uses_worker({}) and not uses_worker({"worker": "in-process"})
     with pytest.raises(ConfigError, match="node-config worker='maybe'"):
         uses_worker({"worker": "maybe"})
+
+
+def given(request: Request, node: dict[str, Any]) -> str:
+    """What the program below serves."""
+    records = request.to_records().config_records
+    geo, config = dict(records["geo"]), dict(records["config"])
+    return json.dumps([{**node, "worker": "process"}, geo, config])
 
 
 THIN = """
@@ -312,10 +351,8 @@ print(reply.content.config_records["geo"]["status"], len(reply.content["arrays"]
 def test_the_client_app_serves_a_request_and_imports_no_torch(
     desk: Desk, north: dict[str, Any], ended: Callable[[], None]
 ) -> None:
-    records = desk.request(1).to_records().config_records
-    given = [{**north, "worker": "process"}, dict(records["geo"]), dict(records["config"])]
     done = subprocess.run(
-        [sys.executable, "-c", THIN, json.dumps(given)],
+        [sys.executable, "-c", THIN, given(desk.request(1), north)],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
