@@ -37,7 +37,9 @@ Name = Annotated[str, typer.Option(help="Name of the cluster and of its connecti
 
 @app.command()
 def run(
-    folder: Annotated[str, typer.Argument(metavar="APP", help="Folder of the Flower app.")],
+    folder: Annotated[
+        str, typer.Argument(metavar="APP", help="Folder of the Flower app.", show_default=False)
+    ] = "",
     federation: Annotated[
         str,
         typer.Argument(
@@ -61,7 +63,7 @@ def run(
     max_restarts: Annotated[
         int,
         typer.Option(
-            min=0, help="Submit again after a crash, so often without a committed round between."
+            min=0, help="Submit again after a crash; give up when one round fails more often."
         ),
     ] = 5,
     fresh: Annotated[
@@ -70,20 +72,44 @@ def run(
     plain: Annotated[
         bool, typer.Option("--plain", help="Lines instead of a live display.")
     ] = False,
+    attach: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN",
+            help="Take up a run, by folder or name, whose 'flower-geo run' is gone.",
+            show_default=False,
+        ),
+    ] = "",
+    run_dir: Annotated[str, typer.Option(help="With --attach: where run folders lie.")] = "runs",
 ) -> None:
     """Run an app to its end: submit it, follow it, submit it again after a crash.
 
     Exit codes: 0 completed, 1 failed, 2 wrong configuration, 3 crashed too often, 130 interrupted.
     """
+    if attach:
+        if folder or federation or run_config or federation_config or sites or fresh:
+            raise ConfigError(
+                "--attach takes a run up as it was started; leave out APP and settings"
+            )
+        from flower_geo.launch.attach import attach as take_up
+
+        _heed_signals()
+        raise typer.Exit(take_up(attach, run_dir, plain=plain))
+    if not folder:
+        raise ConfigError("flower-geo run needs the folder of an app, or --attach RUN")
     from flower_geo.launch.runs import RunOptions, execute
 
     options = RunOptions(
         folder, federation, run_config or (), federation_config or (), sites or 0, max_restarts,
         fresh, plain,
     )  # fmt: skip
+    _heed_signals()
+    raise typer.Exit(execute(options))
+
+
+def _heed_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    raise typer.Exit(execute(options))
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,15 @@ from flower_geo.errors import (
 from flower_geo.launch.connections import find_connection
 from flower_geo.launch.environment import flwr_home
 from flower_geo.launch.flwr_cli import FlwrCli, SuperLinkUnreachable
-from flower_geo.launch.processes import ProcessRef, last_lines
+from flower_geo.launch.processes import last_lines
+from flower_geo.launch.record import Course, Order, RunRecord, supervising
+from flower_geo.launch.servers import server_at_work
 from flower_geo.launch.simulation import PrivateSimulation
 from flower_geo.launch.supervisor import Outcome, RunRequest, supervise
 from flower_geo.observe import Progress, write_report
 from flower_geo.observe.units import format_loss, format_seconds, printable
 
-__all__ = ["RunOptions", "RunPlan", "execute", "plan"]
+__all__ = ["RunOptions", "RunPlan", "carry_out", "execute", "plan"]
 
 COMPLETED, FAILED, GAVE_UP, INTERRUPTED = 0, 1, 3, 130
 _DEFAULT_SITES = 4
@@ -49,7 +52,7 @@ class RunOptions:
             simulation.
         run_config, federation_config: ``key=value`` texts.
         sites: simulated sites; 0 for the default.
-        max_restarts: submissions after a crash.
+        max_restarts: submissions after failures of one and the same round.
         fresh: remove the run folder first.
         plain: lines instead of a live display.
     """
@@ -73,12 +76,23 @@ class RunPlan:
         cli: the connection; None for a private simulation.
         sites: simulated sites.
         rounds: rounds planned.
+        course: how far another supervisor brought it.
     """
 
     request: RunRequest
     cli: FlwrCli | None
     sites: int
     rounds: int
+    course: Course = field(default_factory=Course)
+
+    def order(self) -> Order:
+        """What is kept of it in the run folder, for another supervisor."""
+        return Order(
+            self.request.app, self.request.run_config, self.request.federation_config,
+            "" if self.cli is None else self.cli.connection,
+            flwr_home() if self.cli is None else self.cli.home,
+            self.sites, self.rounds, self.request.max_restarts,
+        )  # fmt: skip
 
 
 def plan(options: RunOptions) -> RunPlan:
@@ -182,18 +196,12 @@ def _with_absolute_paths(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_unused(folder: Path) -> None:
     """Refuse a folder in which a server is at work on this machine."""
-    try:
-        server = ProcessRef.of(int((folder / "server.pid").read_text().split()[0]))
-        process = server.process()
-        words = " ".join(process.cmdline()) if process is not None else ""
-    except (OSError, ValueError, IndexError):
-        return
-    except Exception:  # psutil: gone meanwhile, or not ours to look at
-        return
-    if "flwr-" in words:
+    server = server_at_work(folder)
+    if server is not None:
         raise StateError(
-            f"run '{folder.name}' is at work already (pid {server.pid}, {folder}); "
-            "wait for it, end it, or choose another run-name"
+            f"run '{folder.name}' is at work already (pid {server.pid}, {folder}); wait for it, "
+            f"follow it with: flower-geo run --attach {_short(folder)}, end it, or choose "
+            "another run-name"
         )
 
 
@@ -228,43 +236,63 @@ def execute(options: RunOptions, console: Console | None = None) -> int:
     """Run to the end and say how it went; return the exit code.
 
     Returns:
-        0 completed, 1 failed for a reason of its own, 3 crashed too often, 130
-        interrupted.
+        0 completed, 1 failed for a reason of its own, 3 one round failed too
+        often, 130 interrupted.
 
     Raises:
         FlowerGeoError: it could not be started.
     """
-    console = console or Console()
     began = time.monotonic()
-    chosen = plan(options)
-    progress = Progress(console, chosen.rounds, live=False if options.plain else None)
+    return carry_out(plan(options), console or Console(), began=began, plain=options.plain)
+
+
+def carry_out(
+    chosen: RunPlan, console: Console, *, began: float | None = None, plain: bool = False
+) -> int:
+    """Bring a plan to its end as :func:`execute` does; returns and raises the same.
+
+    Args:
+        chosen: the plan.
+        console: where to show it.
+        began: when, on the monotonic clock; now by default.
+        plain: lines instead of a live display.
+    """
+    began = time.monotonic() if began is None else began
+    progress = Progress(console, chosen.rounds, live=False if plain else None)
+    folder = chosen.request.folder
     try:
-        if chosen.cli is None:
-            outcome = _simulated(chosen, progress)
-        else:
-            outcome = _deployed(chosen, chosen.cli, progress)
+        with contextlib.ExitStack() as stack:
+            store: Callable[[], None] = lambda: None  # noqa: E731
+            if folder is not None:
+                stack.enter_context(supervising(folder))
+                record = RunRecord(folder, chosen.order(), chosen.course)
+                record.store()
+                store = record.store
+            if chosen.cli is None:
+                outcome = _simulated(chosen, progress, store)
+            else:
+                outcome = _deployed(chosen, chosen.cli, progress, store)
     except KeyboardInterrupt:
         return INTERRUPTED
     return _closing(outcome, chosen, console, time.monotonic() - began)
 
 
-def _simulated(chosen: RunPlan, progress: Progress) -> Outcome:
+def _simulated(chosen: RunPlan, progress: Progress, store: Callable[[], None]) -> Outcome:
     request, folder = chosen.request, chosen.request.folder
     assert folder is not None
     simulation = PrivateSimulation(
         chosen.sites, log=folder / "simulation.log", state=folder / "sites"
     )
-    request = RunRequest(
-        request.app, request.run_config,
-        simulation.federation_config(request.federation_config), folder,
-        max_restarts=request.max_restarts, private=True,
-    )  # fmt: skip
+    request = replace(
+        request, federation_config=simulation.federation_config(request.federation_config)
+    )
     try:
         progress.note(f"starting a simulation of {chosen.sites} sites; run folder {_short(folder)}")
         with simulation, progress:
             return supervise(
-                request, simulation.cli, progress, renew=simulation.renew, alive=simulation.alive
-            )
+                request, simulation.cli, progress, renew=simulation.renew, alive=simulation.alive,
+                course=chosen.course, store=store,
+            )  # fmt: skip
     except KeyboardInterrupt:
         progress.note(
             f"interrupted; committed rounds stay in {_short(folder)}: "
@@ -273,17 +301,23 @@ def _simulated(chosen: RunPlan, progress: Progress) -> Outcome:
         raise
 
 
-def _deployed(chosen: RunPlan, cli: FlwrCli, progress: Progress) -> Outcome:
-    where = f"; run folder {_short(chosen.request.folder)}" if chosen.request.folder else ""
-    progress.note(f"submitting to '{cli.connection}'{where}")
+def _deployed(
+    chosen: RunPlan, cli: FlwrCli, progress: Progress, store: Callable[[], None]
+) -> Outcome:
+    folder = chosen.request.folder
+    where = f"; run folder {_short(folder)}" if folder else ""
+    does = "taking up" if chosen.course.run_id else "submitting to"
+    progress.note(f"{does} '{cli.connection}'{where}")
     try:
         with progress:
-            return supervise(chosen.request, cli, progress)
+            return supervise(chosen.request, cli, progress, course=chosen.course, store=store)
     except KeyboardInterrupt:
+        again = f"take it up again with: flower-geo run --attach {_short(folder)}" if folder else (
+            f"see it with: flwr list {cli.connection}"
+        )  # fmt: skip
         progress.note(
             "no longer following; the run goes on without being submitted again after a crash. "
-            f"See it with: flwr list {cli.connection}; end it with: flwr stop RUN_ID "
-            f"{cli.connection}"
+            f"{again}; end it with: flwr stop RUN_ID {cli.connection}"
         )
         raise
     except SuperLinkUnreachable as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from flower_geo.errors import FlowerGeoError
+from flower_geo.errors import FlowerGeoError, RunFailed
 from flower_geo.launch.flwr_cli import FlwrCli, RunStatus, SuperLinkUnreachable
 from flower_geo.launch.processes import ProcessRef
 
@@ -29,6 +29,9 @@ _ASK_LATE = 30.0  # and while it is seen to live
 _ASK_CLOSED = 1.0  # and once it has closed its folder
 _UNSEEN_AFTER = 90.0  # the run goes on, and no folder appears here
 _CLOSING = 60.0  # time for report and hand-back after the end event
+_REFUSALS = 3  # in a row, until a SuperLink that knows no such run is believed
+_ASK_AGAIN = 2.0  # seconds after such a refusal
+_CLOCKS = 2.0  # that far apart are the clocks of files and of processes
 _SILENT = 90.0  # a SuperLink may be away that long
 
 
@@ -55,10 +58,13 @@ class ServerWatch:
         cli: the connection.
         alive: whether a SuperLink of ours still lives.
         private: nobody else uses the SuperLink, and it goes after the run.
+        found: takes the ServerApp's process once it is seen on this machine.
 
     Attributes:
         run_id: to be set once submitted.
         offset: size of the metrics file before the submission.
+        stamp: what the pid file was before it.
+        server: the ServerApp, once it was seen on this machine.
         verdict: why following ended.
     """
 
@@ -69,6 +75,7 @@ class ServerWatch:
         alive: Callable[[], bool] = lambda: True,
         *,
         private: bool = False,
+        found: Callable[[ProcessRef], None] = lambda server: None,
     ) -> None:
         self.run_id = ""
         self.offset = 0
@@ -77,11 +84,12 @@ class ServerWatch:
         self._alive = alive
         self._private = private
         self._pid_file = None if folder is None else folder / "server.pid"
-        self._old = _stamp(self._pid_file)
+        self.stamp = _stamp(self._pid_file)
         if folder is not None:
             with contextlib.suppress(OSError):
                 self.offset = (folder / "metrics.jsonl").stat().st_size
-        self._server: ProcessRef | None = None
+        self.server: ProcessRef | None = None
+        self._found = found
         self._opened = False
         self._ended_at: float | None = None
         self._done = threading.Event()
@@ -103,6 +111,12 @@ class ServerWatch:
             self._cli.cancel()
         self._thread.join()
 
+    def resume(self, offset: int, stamp: tuple[int, int] | None, server: ProcessRef | None) -> None:
+        """Watch a submission that another supervisor made; before entering."""
+        self.offset, self.stamp = offset, stamp
+        if server is not None:
+            self.server, self._opened = server, True
+
     def done(self) -> bool:
         """Whether there is nothing more to wait for."""
         return self._done.is_set()
@@ -121,15 +135,16 @@ class ServerWatch:
 
     def _watch(self) -> Verdict:
         began = asked = answered = time.monotonic()
+        refused = 0
         while not self._quit.wait(_LOOK):
             if not self._alive():
                 return Verdict("the SuperLink died")
             closed = self._look()
-            if self._server is not None and not self._server.alive() and not closed:
+            if self.server is not None and not self.server.alive() and not closed:
                 if self._ended_at is None:
                     time.sleep(2 * _LOOK)  # its last events may be on their way to us
                 if self._ended_at is None:
-                    return Verdict(f"the ServerApp (pid {self._server.pid}) died")
+                    return Verdict(f"the ServerApp (pid {self.server.pid}) died")
                 closed = True
             now = time.monotonic()
             if self._ended_at is not None:
@@ -143,12 +158,19 @@ class ServerWatch:
                 status = self._cli.status(self.run_id)
             except SuperLinkUnreachable as error:
                 asked = time.monotonic()
-                if self._server is not None and not closed:
+                if self.server is not None and not closed:
                     answered = asked  # the server lives, that is what counts
                 if asked - answered > _SILENT:
                     return Verdict(str(error))
                 continue
+            except RunFailed as error:
+                refused += 1  # once may be a hiccup, such as a SuperLink that is just starting
+                if refused >= _REFUSALS:
+                    return Verdict(str(error))
+                asked = time.monotonic() - every + min(every, _ASK_AGAIN)
+                continue
             asked = answered = time.monotonic()
+            refused = 0
             if status.finished:
                 return Verdict(status.details or status.status, status)
             waited = now - began > _UNSEEN_AFTER and not self._private
@@ -161,7 +183,7 @@ class ServerWatch:
         stamp = _stamp(self._pid_file)
         if stamp is None:
             return self._opened or self._ended_at is not None
-        if stamp == self._old:
+        if stamp == self.stamp:
             return False
         if not self._opened and self._pid_file is not None:
             try:
@@ -172,7 +194,12 @@ class ServerWatch:
             # A pid that is not there when first seen is one of another machine
             # or container: then only the SuperLink can tell.
             with contextlib.suppress(ProcessLookupError):
-                self._server = ProcessRef.of(pid)
+                server = ProcessRef.of(pid)
+                # The server wrote its pid after it had begun; a later process
+                # that was given the same pid is another one.
+                if server.created < stamp[1] / 1e9 + _CLOCKS:
+                    self.server = server
+                    self._found(server)
         return False
 
 

@@ -115,6 +115,30 @@ def test_an_interrupted_run_leaves_nothing_behind(
     assert not _folders(command.pid)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+def test_a_run_whose_command_is_killed_is_taken_up(token: str, tmp_path: Path) -> None:
+    command = _start(tmp_path, "slow")
+    folder = tmp_path / "runs" / "probe"
+    deadline = time.monotonic() + 120
+    while not any(e["event"] == "round" for e in read_metrics(folder / "metrics.jsonl")):
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.05)
+    attach = [sys.executable, "-m", "flower_geo.cli", "run", "--attach", "probe", "--plain"]
+    second = subprocess.run(attach, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1 and f"(pid {command.pid}) looks after" in second.stderr
+    command.kill()
+    command.communicate()
+    third = subprocess.run(attach, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert third.returncode == 0, f"{third.stdout}\n{third.stderr}"
+    events = read_metrics(folder / "metrics.jsonl")
+    assert [event["round"] for event in events if event["event"] == "round"] == [1, 2, 3]
+    assert [e["resumed_from"] for e in events if e["event"] == "start"][-1] >= 1
+    assert not _folders(command.pid)
+    fourth = subprocess.run(attach, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert fourth.returncode == 0 and "is finished: completed" in fourth.stdout
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_what_a_killed_command_left_is_cleared_away(token: str, tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from flower_geo.errors import RunFailed
-from flower_geo.launch import supervisor, watch
+from flower_geo.launch import servers, supervisor, watch
 from flower_geo.launch.flwr_cli import RunStatus, SuperLinkUnreachable
+from flower_geo.launch.processes import ProcessRef
+from flower_geo.launch.record import Course
 from flower_geo.launch.supervisor import Outcome, RunRequest, supervise
 from tests.launch.rehearsal import FakeServer, RehearsedCli, Shown
 
@@ -25,15 +31,17 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_LONGEST_WAIT", 0.05)
 
 
-def _serves(rounds: int, then: Callable[[RehearsedCli, FakeServer], None]) -> Script:
+def _serves(
+    rounds: int, then: Callable[[RehearsedCli, FakeServer], None], first: int = 1
+) -> Script:
     """A ServerApp that commits some rounds and then does something else."""
 
     def script(cli: RehearsedCli) -> None:
         server = FakeServer(cli.folder)
         server.emit("start", rounds=3)
-        for number in range(rounds):
-            server.emit("round", round=number + 1)
-            server.emit("eval", round=number + 1, site="*", loss=4.0 - number)
+        for number in range(first, first + rounds):
+            server.emit("round", round=number)
+            server.emit("eval", round=number, site="*", loss=5.0 - number)
         time.sleep(0.15)
         then(cli, server)
 
@@ -124,15 +132,25 @@ def test_a_run_that_was_stopped_is_not_submitted_again(tmp_path: Path) -> None:
 def test_crashes_without_progress_come_to_an_end(tmp_path: Path) -> None:
     outcome, cli, shown = _run(tmp_path, *[_serves(0, _dies)] * 3, restarts=2)
     assert outcome.status == "gave-up"
-    assert "died" in outcome.reason and "submitted 3 times" in outcome.reason
+    assert "died" in outcome.reason and "round 1 failed 3 times" in outcome.reason
     assert len(cli.submitted) == 3 and len(shown.notes) == 2
 
 
 def test_a_committed_round_starts_the_count_again(tmp_path: Path) -> None:
-    scripts = [_serves(0, _dies), _serves(1, _dies), _serves(1, _dies), _serves(1, _completes)]
+    scripts = [
+        _serves(0, _dies), _serves(1, _dies), _serves(1, _dies, first=2),
+        _serves(1, _completes, first=3),
+    ]  # fmt: skip
     outcome, cli, _ = _run(tmp_path, *scripts, restarts=1)
     assert outcome.status == "completed" and outcome.restarts == 3
     assert len(cli.submitted) == 4
+
+
+def test_a_round_that_is_announced_and_lost_each_time_comes_to_an_end(tmp_path: Path) -> None:
+    """Killed while the checkpoint is written, the server does the same round again."""
+    outcome, cli, _ = _run(tmp_path, *[_serves(1, _dies)] * 3, restarts=2)
+    assert outcome.status == "gave-up" and "round 2 failed 3 times" in outcome.reason
+    assert len(cli.submitted) == 3
 
 
 def test_no_restarts_means_none(tmp_path: Path) -> None:
@@ -150,7 +168,119 @@ def test_a_superlink_away_after_a_crash_is_tried_again(tmp_path: Path) -> None:
         tmp_path, _serves(1, _dies), SuperLinkUnreachable("away"), _serves(0, _completes)
     )
     assert outcome.status == "completed" and len(cli.submitted) == 3
-    assert shown.notes[1].startswith("away")
+    assert shown.notes[1:] == ["away; waiting for it", "the SuperLink is back after 0 s"]
+    assert outcome.restarts == 1
+
+
+def test_a_superlink_away_for_long_costs_no_restarts(tmp_path: Path) -> None:
+    away = [SuperLinkUnreachable("away")] * 9
+    outcome, cli, shown = _run(tmp_path, _serves(1, _dies), *away, _serves(0, _completes))
+    assert outcome.status == "completed" and outcome.restarts == 1
+    assert [note for note in shown.notes if "waiting" in note] == ["away; waiting for it"]
+    assert cli.stopped == ["1"]
+
+
+def test_a_superlink_that_stays_away_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_LONGEST_ABSENCE", 0.1)
+    cli = RehearsedCli(tmp_path, *[_serves(1, _dies)])
+    lost = SuperLinkUnreachable("away")
+    cli._scripts += [lost] * 50  # type: ignore[list-item]
+    outcome = supervise(RunRequest(tmp_path, {}, folder=tmp_path), cli, Shown())
+    assert outcome.status == "gave-up" and outcome.reason == "away"
+
+
+def test_a_superlink_that_could_not_be_told_is_told_when_it_is_back(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Forgetful(RehearsedCli):
+        def stop(self, run_id: str) -> None:
+            told.append(run_id)
+            if len(told) == 1:
+                raise SuperLinkUnreachable("away")
+            raise RunFailed("no such run")
+
+    cli = Forgetful(tmp_path, _serves(1, _dies), _serves(0, _completes))
+    outcome = supervise(RunRequest(tmp_path, {}, folder=tmp_path), cli, Shown())
+    assert outcome.status == "completed" and told == ["1", "1"]
+
+
+def test_a_server_whose_run_was_forgotten_is_ended_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SuperLink that came back without memory knows no such run; the server still lives."""
+    monkeypatch.setattr(watch, "_ASK_LATE", 0.1)
+    monkeypatch.setattr(watch, "_ASK_AGAIN", 0.05)
+    monkeypatch.setattr(servers, "_is_server", lambda server: server.alive())
+    servers_seen = []
+
+    def forgotten(cli: RehearsedCli, server: FakeServer) -> None:
+        servers_seen.append(server)
+        cli.now = RunFailed("the SuperLink knows no run 1")
+
+    outcome, _, shown = _run(tmp_path, _serves(1, forgotten), _serves(0, _completes))
+    assert outcome.status == "completed" and "knows no run 1" in shown.notes[0]
+    (server,) = servers_seen
+    assert server.process.wait(5) == -signal.SIGTERM
+    server.log.close()
+
+
+def test_a_lock_that_an_earlier_life_still_held_is_tried_again(tmp_path: Path) -> None:
+    def locked(cli: RehearsedCli) -> None:
+        cli.now = RunStatus(
+            "finished:failed", "failed with exception: run 'x' is in use by process 7 (x/lock)"
+        )
+
+    outcome, cli, _ = _run(tmp_path, _serves(0, _dies), locked, _serves(0, _completes))
+    assert outcome.status == "completed" and len(cli.submitted) == 3
+    outcome, cli, _ = _run(tmp_path, locked)  # somebody else's, at the first try
+    assert outcome.status == "failed" and "is in use" in outcome.reason
+
+
+def test_an_exception_after_a_restart_is_an_accident(tmp_path: Path) -> None:
+    outcome, cli, _ = _run(tmp_path, _serves(1, _dies), _raises, _serves(0, _completes))
+    assert outcome.status == "completed" and len(cli.submitted) == 3
+
+
+def test_a_run_that_lives_is_taken_up_where_its_supervisor_left(tmp_path: Path) -> None:
+    """Its events since the submission are shown again; nothing is submitted."""
+    earlier = FakeServer(tmp_path)
+    earlier.emit("round", round=1)
+    offset = (tmp_path / "metrics.jsonl").stat().st_size
+    stamp = watch._stamp(tmp_path / "server.pid")
+    earlier.die()
+    server = FakeServer(tmp_path)
+    server.emit("round", round=2)
+    cli, shown, stored = RehearsedCli(tmp_path), Shown(), []
+    cli.submitted.append({})
+    course = Course(run_id="1", restarts=2, committed=1, offset=offset, stamp=stamp)
+    timer = threading.Timer(0.5, lambda: _completes(cli, server))
+    timer.start()
+    outcome = supervise(
+        RunRequest(tmp_path, {}, folder=tmp_path), cli, shown, course=course,
+        store=lambda: stored.append(course.server),
+    )  # fmt: skip
+    timer.join()
+    assert outcome.status == course.status == "completed" and outcome.restarts == 2
+    assert len(cli.submitted) == 1
+    assert [event["event"] for event in shown.events] == ["round", "end"]
+    assert stored[0] is not None and stored[0].pid == server.process.pid
+
+
+def test_a_run_that_died_unsupervised_is_submitted_again(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    server = ProcessRef.of(dead.pid)
+    dead.wait()
+    (tmp_path / "server.pid").write_text(f"{dead.pid}\n")
+    cli = RehearsedCli(tmp_path, _serves(0, _completes))
+    cli.submitted.append({})
+    course = Course(run_id="1", committed=1, server=server)
+    shown = Shown()
+    outcome = supervise(RunRequest(tmp_path, {}, folder=tmp_path), cli, shown, course=course)
+    cli.join()
+    assert outcome.status == "completed" and outcome.restarts == 1
+    assert f"(pid {server.pid}) died" in shown.notes[0]
 
 
 def test_a_superlink_that_is_away_does_not_end_a_run_that_lives(tmp_path: Path) -> None:
