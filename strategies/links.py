@@ -43,6 +43,8 @@ def check_codecs(config: CommonConfig) -> None:
     ]
     if len(readers) < 2:
         readers.append(("codec-ladder", ladder))
+    if config.dense_rounds:
+        readers.append(("dense-codec", codec))
     for key, read in readers:
         try:
             read(str(specs[key]))
@@ -196,15 +198,19 @@ class Links:
 
     # -- choices ----------------------------------------------------------------
 
-    def config_for(self, record: SiteRecord | None) -> CommonConfig:
-        """The configuration as one site is to see it, its codec named."""
+    def config_for(self, record: SiteRecord | None, round: int) -> CommonConfig:
+        """The configuration as one site is to see it in ``round``, its codec named."""
+        if 0 < round <= self.config.dense_rounds:
+            return self.config.model_copy(update={"codec_up": self.config.dense_codec})
         if self._choice is None or self.config.codec_up != ADAPTIVE:
             return self.config
         spec = self._choice.up(record.name) if record is not None else self._choice.rungs[-1]
         return self.config.model_copy(update={"codec_up": spec})
 
-    def down(self) -> AnyCodec:
-        """Codec of the next broadcast."""
+    def down(self, round: int) -> AnyCodec:
+        """Codec of the broadcast that follows ``round``."""
+        if 0 < round <= self.config.dense_rounds:
+            return codec(self.config.dense_codec)
         if self._choice is None or self.config.codec_down != ADAPTIVE:
             return codec(self.config.codec_down)
         return codec(self._choice.down)

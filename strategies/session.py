@@ -130,7 +130,7 @@ class RunSession:
                 )
             initial = unpack(initial_arrays)
             self.links = Links(self.config, _shapes(initial))
-            self.broadcaster = Broadcaster(self.links.down(), initial, window=WINDOW, own=True)
+            self.broadcaster = Broadcaster(self.links.down(0), initial, window=WINDOW, own=True)
             self._write(0, outer_state(), {"what": "begin", "round": 0})
         else:
             self._check_schema(found.tensors["master"], initial_arrays)
@@ -158,8 +158,8 @@ class RunSession:
         master, state = found.tensors["master"], found.state
         self.links = Links(self.config, _shapes(master), state.get("links"))
         self.broadcaster = Broadcaster.restore(
-            self.links.down(), master, found.tensors["shadow"], found.tensors.get("deltas", {}),
-            state["broadcast"],
+            self.links.down(found.round), master, found.tensors["shadow"],
+            found.tensors.get("deltas", {}), state["broadcast"],
         )  # fmt: skip
         load_outer(found.tensors.get("outer", {}))
         self.membership.restore(state["sites"])
@@ -195,7 +195,7 @@ class RunSession:
     # -- requests -------------------------------------------------------------
 
     def _request(self, record: SiteRecord | None, **values: Any) -> Request:
-        seen = self.balance.config_for(record, self.links.config_for(record))
+        seen = self.balance.config_for(record, self.links.config_for(record, self.done + 1))
         public = seen.public()
         config = {key: public[key] for key in sorted(TRAINING_KEYS | {"rounds"})}
         common: dict[str, Any] = {
@@ -259,7 +259,8 @@ class RunSession:
     ) -> dict[str, Tensor]:
         """Make the next model from the round's replies."""
         began = time.monotonic()
-        following = next_model(self.broadcaster.master, self.broadcaster.shadow, outcome.replies)
+        master = self.broadcaster.carried(self.config.downlink_decay)
+        following = next_model(master, self.broadcaster.shadow, outcome.replies)
         self.figures.seconds_fold = time.monotonic() - began
         return following
 
@@ -272,7 +273,7 @@ class RunSession:
         self.writer.wait()
         seconds_commit = time.monotonic() - waited
         self.links.settle(outcome, lambda: self.membership.online(self.exchange.nodes()))
-        self.broadcaster.advance(following, codec=self.links.down(), own=True)
+        self.broadcaster.advance(following, codec=self.links.down(self.done + 1), own=True)
         self.done += 1
         self.balance.settle(outcome, self.done)
         for reply in outcome.replies:

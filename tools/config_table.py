@@ -29,16 +29,19 @@ GROUPS = {
     "At a site": (
         "batch_size", "grad_accum", "inner_steps", "inner_seconds", "inner_optimizer", "inner_lr",
         "warmup_steps", "schedule", "min_lr_ratio", "weight_decay", "clip_norm", "precision",
-        "threads", "keep_optimizer",
+        "threads", "keep_optimizer", "snapshot_steps",
     ),
     "The outer step": ("outer_lr", "outer_momentum", "outer_nesterov", "weight_by"),
     "The wire": (
-        "codec_up", "codec_down", "codec_ladder", "comm_target", "downlink_quantile",
-        "error_feedback", "feedback_decay", "feedback_dtype",
+        "codec_up", "codec_down", "dense_rounds", "dense_codec", "codec_ladder", "comm_target",
+        "downlink_quantile", "downlink_decay", "error_feedback", "feedback_decay",
+        "feedback_dtype",
     ),
     "Rounds and faults": (
-        "quorum", "deadline", "min_sites", "wait_for_sites", "strict_start", "max_staleness",
-        "max_retries", "max_norm_factor", "checkpoint_keep",
+        "quorum", "grace", "deadline", "sites_per_round", "over_provision", "min_sites",
+        "wait_for_sites", "strict_start", "max_staleness", "staleness_weight", "balance",
+        "max_retries", "max_norm_factor", "max_loss_factor", "max_claim_factor",
+        "checkpoint_keep",
     ),
 }  # fmt: skip
 

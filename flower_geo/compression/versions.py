@@ -95,6 +95,20 @@ class Broadcaster:
         self._deltas: dict[int, tuple[str, Blobs]] = {}
         self._snapshot: ArrayRecord | None = None
 
+    def carried(self, decay: float) -> Mapping[str, Tensor]:
+        """The master with ``decay`` times what coding has kept from the sites.
+
+        ``shadow + decay (master - shadow)``, the master itself for 1.  Sites that train
+        from a shadow far behind it ask again for steps the master has taken already; a
+        decay below 1 keeps these from adding up, as error feedback's does at a site.
+        """
+        if decay == 1 or self.shadow is self.master:
+            return self.master
+        return {
+            name: torch.lerp(before, self.master[name], decay)
+            for name, before in self.shadow.items()
+        }
+
     def advance(
         self,
         new_master: Mapping[str, Tensor],

@@ -85,6 +85,10 @@ class CommonConfig(BaseModel):
     codec_down: str = Field(
         "int8(block=256)", description="codec of the broadcasts; 'adaptive' = by round"
     )
+    dense_rounds: Annotated[int, Field(ge=0)] = Field(
+        0, description="first rounds under dense-codec both ways, where a model moves most"
+    )
+    dense_codec: str = Field("int4(block=64)", description="codec of the first dense-rounds rounds")
     codec_ladder: str = Field(
         "bf16 > int8(block=256) > int4(block=64) > topk(density=0.05,chunk=4096)|int4(block=64)",
         description="what 'adaptive' chooses from, least compressed first",
@@ -94,6 +98,9 @@ class CommonConfig(BaseModel):
     )
     downlink_quantile: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of slow sites that 'adaptive' broadcasts do not wait for"
+    )
+    downlink_decay: Annotated[float, Field(ge=0, le=1)] = Field(
+        1.0, description="share carried on of what coding a broadcast lost; 1 loses nothing"
     )
     error_feedback: bool = Field(True, description="send later what coding an update lost")
     feedback_decay: Annotated[float, Field(ge=0, le=1)] = Field(
