@@ -6,7 +6,7 @@ import json
 
 from benchmarks.figures import REPO, output_folder
 
-ORDER = ("convergence", "codecs", "inner-loop", "overhead", "server-memory")
+ORDER = ("convergence", "presets", "codecs", "inner-loop", "overhead", "server-memory")
 
 
 def main() -> None:
