@@ -250,6 +250,9 @@ class Replica:
     ) -> None:
         """Apply an offer; afterwards ``state`` is version ``last``.
 
+        Deltas of versions that are there already are passed over: the coordinator
+        may not know yet how far a site has come.
+
         Raises:
             CorruptPayload: the payload is damaged, or its result has another
                 hash; ``state`` and ``version`` are then as before.
@@ -259,13 +262,13 @@ class Replica:
             state = unpack(record, shapes)
         elif kind == "deltas":
             versions = range(first, last + 1)
-            if first != self.version + 1 or not first <= last < first + 1024:
+            if not first <= self.version + 1 <= last < first + 1024:
                 raise CorruptPayload(f"versions {first} to {last} do not follow {self.version}")
             keyed = {f"{each}/{name}": s for each in versions for name, s in shapes.items()}
             deltas = unpack(record, keyed)
             state = {}
             for name, tensor in self.state.items():
-                for each in versions:
+                for each in versions[self.version + 1 - first :]:
                     tensor = tensor + deltas[f"{each}/{name}"]
                 state[name] = tensor
         else:

@@ -139,7 +139,7 @@ class Session:
         if request.payload == "none" or request.arrays is None:
             return None
         if request.payload == "deltas":
-            if version != request.first - 1:
+            if not request.first - 1 <= version < request.last:
                 return None
             loaded = self.state.load_base()
             if loaded is None:

@@ -250,6 +250,17 @@ def test_the_same_delta_twice_is_refused() -> None:
     assert equal(site.state, server.shadow)
 
 
+def test_deltas_a_site_has_already_are_passed_over() -> None:
+    server, site, record = one_behind()
+    site.apply("deltas", record, 1, 1, server.hash)
+    for step in (1, 2):
+        server.advance({name: tensor + step for name, tensor in server.master.items()})
+    offer = server.offer(0, content_hash(one_behind()[1].state))
+    assert (offer.kind, offer.first, offer.last) == ("deltas", 1, 3) and offer.record is not None
+    site.apply("deltas", offer.record, 1, 3, server.hash)
+    assert equal(site.state, server.shadow) and site.version == 3
+
+
 @pytest.mark.parametrize("kind", ["none", "Deltas", "", "pickle"])
 def test_other_kinds_are_refused(kind: str) -> None:
     server, site, record = one_behind()

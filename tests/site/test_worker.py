@@ -195,6 +195,7 @@ def test_asked_twice_at_once_it_trains_once_and_errors_come_back_as_they_were(
         ask_worker("greet_request", desk.request(0), north)
 
 
+@pytest.mark.slow
 def test_a_client_app_that_is_killed_costs_no_step(
     long_desk: Desk, north: dict[str, Any], undisturbed: Reply, ended: Callable[[], None]
 ) -> None:
@@ -260,6 +261,7 @@ def refused(node: dict[str, Any], request: Request) -> int:
     return process.pid if process is not None else 0
 
 
+@pytest.mark.slow
 def test_the_life_of_workers(
     desk: Desk, north: dict[str, Any], monkeypatch: pytest.MonkeyPatch, ended: Callable[[], None]
 ) -> None:
