@@ -65,6 +65,7 @@ class LocalCluster:
         env: environment variables of all processes.
         flwr_home: folder of the Flower configuration that gets the connection;
             the user's own by default.
+        database: the SuperLink keeps its memory in a file, and over a restart.
 
     Attributes:
         superlink: the SuperLink, a :class:`Member`.
@@ -81,6 +82,7 @@ class LocalCluster:
         site_config: Mapping[int, Mapping[str, Any]] | None = None,
         env: Mapping[str, str] | None = None,
         flwr_home: Path | None = None,
+        database: bool = False,
     ) -> None:
         if sites < 1:
             raise ConfigError(f"--sites {sites}: a cluster has at least one site")
@@ -91,9 +93,11 @@ class LocalCluster:
         self.folder = folder or _usual_folder(name)
         self.flwr_home = flwr_home or environment.flwr_home()
         extra, mark, logs = dict(env or {}), processes.new_mark(), self.folder / "logs"
+        memory = self.folder / "superlink" / "state.db"  # goes with its FLWR_HOME
         self.superlink = Member(
             "superlink", "superlink", self.folder / "superlink", logs / "superlink.log",
             f"{mark}-superlink", extra,
+            arguments=["--database", str(memory)] if database else [],
         )  # fmt: skip
         self.supernodes = []
         for index in range(sites):

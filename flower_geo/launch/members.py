@@ -65,6 +65,7 @@ class Member:
         port: where its API listens on 127.0.0.1; chosen at the first start.
         process: the process, once started.
         log_offset: size of the log at the newest start.
+        arguments: words of its command line beside the usual ones.
         changed: called after a restart.
     """
 
@@ -79,6 +80,7 @@ class Member:
     port: int = 0
     process: ProcessRef | None = None
     log_offset: int = 0
+    arguments: list[str] = field(default_factory=list)
     changed: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     # -- facts -----------------------------------------------------------------
@@ -115,6 +117,7 @@ class Member:
             "kind": self.kind, "name": self.name, "home": str(self.home), "log": str(self.log),
             "mark": self.mark, "env": self.env, "superlink": self.superlink,
             "node_config": self.node_config, "port": self.port, "log_offset": self.log_offset,
+            "arguments": self.arguments,
             "process": None if self.process is None else self.process.to_json(),
         }  # fmt: skip
 
@@ -127,6 +130,7 @@ class Member:
             log=Path(value["log"]), mark=value["mark"], env=dict(value["env"]),
             superlink=value["superlink"], node_config=dict(value["node_config"]),
             port=int(value["port"]), log_offset=int(value["log_offset"]),
+            arguments=[str(word) for word in value.get("arguments", [])],
             process=None if process is None else ProcessRef.from_json(process),
         )  # fmt: skip
 
@@ -151,7 +155,7 @@ class Member:
             command += ["--superlink", self.superlink]
             command += ["--node-config", node_config_text(self.node_config)]
         self.process = processes.start(
-            command,
+            [*command, *self.arguments],
             env=child_environment({**self.env, MARK: self.mark}, home=self.home),
             log=self.log,
             # the kernel ties a child to the thread that made it

@@ -1,15 +1,19 @@
-"""A TCP relay between a site and its coordinator: counts bytes, delays, cuts."""
+"""A TCP relay between a site and its coordinator: counts bytes, delays, slows, cuts, swallows."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from types import TracebackType
 from typing import Self
 
 __all__ = ["Relay"]
+
+#: Close at once and tell the other side by RST: linger on, for no time.
+_ABORT = struct.pack("ii", 1, 0)
 
 
 class Relay:
@@ -18,19 +22,22 @@ class Relay:
     Args:
         target: ``host:port`` to pass connections on to.
         delay: seconds every piece waits, each way.
+        rate: bytes a second of each connection, each way; 0 = as they come.
 
     Attributes:
         up, down: bytes passed on towards the target and back.
         open: while False, connections are refused and those there are cut.
+        hole: while True, connections are taken and nothing comes through.
     """
 
-    def __init__(self, target: str, delay: float = 0.0) -> None:
+    def __init__(self, target: str, delay: float = 0.0, rate: float = 0.0) -> None:
         host, _, port = target.rpartition(":")
-        self.target, self.delay = (host, int(port)), delay
+        self.target, self.delay, self.rate = (host, int(port)), delay, rate
         self.up = self.down = 0
-        self.open = True
+        self.open, self.hole = True, False
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
+        self._aborted: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -48,9 +55,30 @@ class Relay:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
 
+    def reset(self) -> None:
+        """Break every connection by RST, as a middlebox that lost its table does."""
+        with self._lock:
+            gone, self._sockets = self._sockets, set()
+            self._aborted |= gone
+        for each in gone:
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+                each.shutdown(socket.SHUT_RD)  # wakes who reads from it, and says nothing
+        time.sleep(0.05)
+        for each in gone:
+            each.close()
+
+    def blackhole(self) -> None:
+        """Let nothing through, and say nothing, until :meth:`mend`."""
+        self.hole = True
+
+    def slow(self, delay: float = 0.0, rate: float = 0.0) -> None:
+        """Delay every piece and limit the rate until :meth:`mend`."""
+        self.delay, self.rate = delay, rate
+
     def mend(self) -> None:
-        """Take connections again."""
-        self.open = True
+        """Take connections again and pass everything on as it comes."""
+        self.open, self.hole, self.delay, self.rate = True, False, 0.0, 0.0
 
     def _accept(self) -> None:
         while True:
@@ -75,15 +103,27 @@ class Relay:
 
     def _pass(self, source: socket.socket, sink: socket.socket, way: str) -> None:
         with contextlib.suppress(OSError):
-            while piece := source.recv(1 << 16):
+            while piece := source.recv(self._piece()):
                 if self.delay:
                     time.sleep(self.delay)
+                if self.rate:
+                    time.sleep(len(piece) / self.rate)
+                self._wait_in_hole()
                 sink.sendall(piece)
                 with self._lock:
                     setattr(self, way, getattr(self, way) + len(piece))
+        self._wait_in_hole()
         for each in (source, sink):
             with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+                if each not in self._aborted:
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def _piece(self) -> int:
+        return max(1024, min(1 << 16, int(self.rate / 8))) if self.rate else 1 << 16
+
+    def _wait_in_hole(self) -> None:
+        while self.hole and self.open:
+            time.sleep(0.02)
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +134,7 @@ class Relay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.mend()
         self.cut()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
