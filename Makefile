@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint lint-style lint-format lint-types lint-layers format bench lock clean
+.PHONY: help install demo test test-slow lint lint-style lint-format lint-types lint-layers format bench chaos lock clean
 
 VENV     := .venv
 BIN      := $(VENV)/bin
@@ -95,6 +95,12 @@ format: install ## let ruff mend and format the sources
 
 bench: install ## the figures: speed, memory, bytes and loss beside a baseline
 	$(call step,benchmarks,for f in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$f .py) || exit 1; done && $(BIN)/python -m benchmarks.write_docs)
+
+MINUTES ?= 30
+# Passed to the driver, for instance CHAOS_ARGS="--seed 7 --quick --keep"
+CHAOS_ARGS ?=
+chaos: install ## kill, stop, cut and spoil every part of real runs for MINUTES (30)
+	$(call step,chaos for $(MINUTES) minutes,$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(CHAOS_ARGS))
 
 # Keeps the versions of the present lock file where the ranges of pyproject.toml allow it;
 # UPGRADE=1 takes the newest ones instead.

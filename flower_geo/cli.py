@@ -134,6 +134,9 @@ def cluster_up(
     env: Annotated[
         list[str] | None, typer.Option(help="Environment variable of all processes: NAME=VALUE.")
     ] = None,
+    database: Annotated[
+        bool, typer.Option("--database", help="The SuperLink remembers over a restart of it.")
+    ] = False,
 ) -> None:
     """Start a SuperLink and SuperNodes on free loopback ports and wait until all are online."""
     from flower_geo.config import parse_overrides
@@ -145,6 +148,7 @@ def cluster_up(
         check_node_keys(keys)
     started = LocalCluster(
         sites, name=name, node_config=common, site_config=own, env=variables(env or ()),
+        database=database,
     ).up()  # fmt: skip
     typer.echo(
         f"cluster '{name}' is up: SuperLink {started.address}, {sites} sites online\n"

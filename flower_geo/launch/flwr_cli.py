@@ -7,7 +7,9 @@ costs a second of a core, so it is called rarely.
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +23,7 @@ from flower_geo.launch.environment import child_environment, program
 __all__ = ["FlwrCli", "NodeStatus", "RunStatus", "SuperLinkUnreachable", "toml_table"]
 
 _TIMEOUT = 120.0
+_SETTINGS = "flower-geo-"  # temporary folder of a submission, with the command's pid
 _UNREACHABLE = "Connection to the SuperLink is unavailable"
 
 
@@ -151,7 +154,8 @@ class FlwrCli:
         """
         arguments = ["run", str(app), self.connection]
         # One file of values: the command line's own syntax has no escapes.
-        with tempfile.TemporaryDirectory(prefix="flower-geo-") as folder:
+        _clear_abandoned()
+        with tempfile.TemporaryDirectory(prefix=f"{_SETTINGS}{os.getpid()}-") as folder:
             for name, values in (
                 ("run-config", run_config),
                 ("federation-config", federation_config),
@@ -196,6 +200,20 @@ class FlwrCli:
         """Refuse a connection name that would be read as an option."""
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", self.connection):
             raise ConfigError(f"connection name {self.connection!r} has odd characters in it")
+
+
+def _clear_abandoned() -> None:
+    """Remove settings of commands that were killed while they submitted."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SETTINGS}*-*"):
+        pid = folder.name.removeprefix(_SETTINGS).partition("-")[0]
+        try:
+            if not pid.isdigit() or folder.stat().st_uid != os.getuid():
+                continue
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, OverflowError):
+            continue  # gone meanwhile, or somebody's
 
 
 def _first_object(text: str) -> dict[str, Any] | None:

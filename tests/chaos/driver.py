@@ -88,8 +88,9 @@ def play(
     """
     rng, played, began = random.Random(seed), Played(seed, database), time.monotonic()
     stage = Stage(
-        folder, sites=sites, rounds=rounds or len(faults) + 2, seed=seed, database=database
-    )
+        folder, sites=sites, rounds=rounds or len(faults) + 2, seed=seed, database=database,
+        settings={"max-staleness": 2 * (seed // 2 % 2)},  # late replies are folded, or not
+    )  # fmt: skip
     seen = b""
     with stage:
         stage.submit()

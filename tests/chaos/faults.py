@@ -192,7 +192,7 @@ def _misbehave(how: str) -> Callable[[Stage, random.Random], bool]:
         who = "coordinator" if how == "duplicate" else rng.choice(stage.cluster.supernodes).name
         order = stage.folder / "misbehave" / who
         order.write_text(how)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while order.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         done = how == "duplicate" or not order.exists()

@@ -109,9 +109,9 @@ class Relay:
                 if self.rate:
                     time.sleep(len(piece) / self.rate)
                 self._wait_in_hole()
-                sink.sendall(piece)
                 with self._lock:
                     setattr(self, way, getattr(self, way) + len(piece))
+                sink.sendall(piece)
         self._wait_in_hole()
         for each in (source, sink):
             with contextlib.suppress(OSError):

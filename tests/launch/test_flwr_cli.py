@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -92,3 +95,16 @@ def test_a_crash_of_flwr_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     cli = _answering(monkeypatch, tmp_path, "Traceback\nImportError: no module\n", code=1)
     with pytest.raises(RunFailed, match="ImportError: no module"):
         cli.status("17")
+
+
+def test_settings_of_a_killed_command_are_cleared_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead.wait()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = [f"flower-geo-{os.getpid()}-aa", "flower-geo-mine-aa", "flower-geo-tests", "else"]
+    for name in (*names, f"flower-geo-{dead.pid}-aa"):
+        (tmp_path / name).mkdir()
+    flwr_cli._clear_abandoned()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)

@@ -1,0 +1,38 @@
+"""Chaos, the short form: fixed seeds, a few faults each.  ``make chaos`` is the long one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.driver import play
+from tests.chaos.faults import FAULTS, named
+
+pytestmark = [
+    pytest.mark.chaos, pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seed", "database", "faults"),
+    [
+        (1, False, ("serverapp:kill -9", "reply:nan", "superlink:kill -9")),
+        (2, True, ("supervisor:kill -9", "bits:flip checkpoint", "supernode:kill -9")),
+    ],
+)
+def test_a_run_lives_through_chaos(
+    tmp_path: Path, seed: int, database: bool, faults: tuple[str, ...]
+) -> None:
+    chosen = [named(name) for name in faults]
+    played = play(tmp_path / "stage", seed, chosen, rounds=4, database=database)
+    lines = "\n".join(map(str, played.strikes)) + "\n" + "\n".join(played.notes)
+    log = (tmp_path / "stage" / "run.log").read_text()
+    assert not played.problems, f"{played.problems}\n{lines}\n{log[-4000:]}"
+    assert any(strike.hit for strike in played.strikes), lines
+    assert played.replayed == 4 and sum(strike.lost for strike in played.strikes) == 0
+    assert all(strike.by_hand == 0 for strike in played.strikes), f"{lines}\n{log[-4000:]}"
+
+
+def test_every_fault_has_a_name_of_its_own() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
