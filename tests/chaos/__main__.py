@@ -28,7 +28,9 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=5, help="faults a run")
     parser.add_argument("--only", action="append", help="such as 'superlink:kill -9'")
     parser.add_argument("--quick", action="store_true", help="no fault that takes a minute")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of failed runs")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the folders of runs that went badly"
+    )
     chosen = parser.parse_args()
     # Told to end, it ends what it has started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -47,7 +49,7 @@ def main() -> int:
             _say(f"seed {seed}  note: {note}")
         _say(f"seed {seed}  {played.replayed} rounds replayed, {len(played.problems)} problems, "
              f"{played.seconds:.0f} s")  # fmt: skip
-        if played.problems and chosen.keep:
+        if chosen.keep and (played.problems or any(s.by_hand for s in played.strikes)):
             _say(f"seed {seed}  kept in {folder}")
         else:
             shutil.rmtree(folder)

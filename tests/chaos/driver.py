@@ -94,6 +94,8 @@ def play(
     seen = b""
     with stage:
         stage.submit()
+        # Before it is taken, a run that cannot be submitted is refused at once: as it should be.
+        _wait(stage.submitted, 120.0)
         for fault in faults:
             time.sleep(rng.uniform(0.0, 8.0))
             if _over(stage) == 0:
@@ -125,9 +127,20 @@ def play(
     return played
 
 
+def _wait(reached: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def _over(stage: Stage) -> int | None:
     """Exit code of the supervisor, None while it is at it."""
     return stage.run.poll() if stage.run is not None else None
+
+
+def _reason(stage: Stage) -> str:
+    log = (stage.folder / "run.log").read_text(errors="replace").splitlines()
+    return next((line for line in reversed(log) if line.startswith("error: ")), "no word")
 
 
 def _until(stage: Stage, strike: Strike, at: float, reached: Callable[[], bool]) -> None:
@@ -142,7 +155,9 @@ def _until(stage: Stage, strike: Strike, at: float, reached: Callable[[], bool])
             if strike.by_hand == BY_HAND:
                 return
             strike.by_hand += 1
-            stage.notes.append(f"flower-geo run ended with code {code} and was started again")
+            stage.notes.append(
+                f"flower-geo run ended with code {code} and was started again: {_reason(stage)}"
+            )
             time.sleep(2.0)
             stage.submit()
         stage.tend()

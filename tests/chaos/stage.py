@@ -16,9 +16,11 @@ from typing import Any, Self
 
 import psutil
 
+from flower_geo.errors import FlowerGeoError
 from flower_geo.launch import processes
 from flower_geo.launch.cluster import LocalCluster
 from flower_geo.launch.members import Member
+from flower_geo.launch.record import RunRecord
 from tests.integration.relay import Relay
 
 REPO = Path(__file__).resolve().parents[2]
@@ -152,6 +154,13 @@ class Stage:
                 env={**os.environ, **self.env, "FLWR_HOME": str(self.folder / "flwr")},
                 cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
+
+    def submitted(self) -> bool:
+        """Whether Flower has taken the run."""
+        try:
+            return bool(RunRecord.load(self.run_folder).course.run_id)
+        except FlowerGeoError:
+            return False
 
     def journal(self) -> bytes:
         """Whole lines of the journal."""

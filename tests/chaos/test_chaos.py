@@ -17,20 +17,20 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("seed", "database", "faults"),
     [
-        (1, False, ("serverapp:kill -9", "reply:nan", "superlink:kill -9")),
-        (2, True, ("supervisor:kill -9", "bits:flip checkpoint", "supernode:kill -9")),
+        (1, False, ("superlink:kill -9", "reply:nan")),
+        (2, True, ("supervisor:kill -9", "bits:flip checkpoint")),
     ],
 )
 def test_a_run_lives_through_chaos(
     tmp_path: Path, seed: int, database: bool, faults: tuple[str, ...]
 ) -> None:
     chosen = [named(name) for name in faults]
-    played = play(tmp_path / "stage", seed, chosen, rounds=4, database=database)
+    played = play(tmp_path / "stage", seed, chosen, rounds=3, database=database)
     lines = "\n".join(map(str, played.strikes)) + "\n" + "\n".join(played.notes)
     log = (tmp_path / "stage" / "run.log").read_text()
     assert not played.problems, f"{played.problems}\n{lines}\n{log[-4000:]}"
     assert any(strike.hit for strike in played.strikes), lines
-    assert played.replayed == 4 and sum(strike.lost for strike in played.strikes) == 0
+    assert played.replayed == 3 and sum(strike.lost for strike in played.strikes) == 0
     assert all(strike.by_hand == 0 for strike in played.strikes), f"{lines}\n{log[-4000:]}"
 
 
