@@ -48,24 +48,29 @@ class Run:
     seed: int
 
 
-def preset_file(name: str) -> Path:
-    """Where a preset stands."""
-    return REPO / "apps/diloco/presets" / f"{name}.toml"
+def settings(preset: str) -> dict[str, Any]:
+    """Run configuration of a preset, or of ``fp32``."""
+    from flower_geo.config import parse_overrides
+
+    if preset == "fp32":
+        return SETTINGS
+    return SETTINGS | parse_overrides([str(REPO / "apps/diloco/presets" / f"{preset}.toml")])
 
 
 def one(preset: str, seed: int) -> None:
     """Run in this process and print the losses by round and the bytes."""
     import torch
 
-    from flower_geo.config import DiLoCoConfig, parse, parse_overrides
+    from flower_geo.config import DiLoCoConfig, parse
     from flower_geo.observe import read_metrics
     from flower_geo.strategies import DiLoCo, initial_arrays
     from tests.federation import MemoryGrid, sites
 
     torch.set_num_threads(1)
-    own = {} if preset == "fp32" else parse_overrides([str(preset_file(preset))])
     with tempfile.TemporaryDirectory() as folder:
-        config = parse(DiLoCoConfig, {**SETTINGS, **own, "seed": seed, "run-dir": f"{folder}/runs"})
+        config = parse(
+            DiLoCoConfig, {**settings(preset), "seed": seed, "run-dir": f"{folder}/runs"}
+        )
         grid = MemoryGrid(sites(SITES, f"{folder}/state"))
         DiLoCo(config).start(grid, initial_arrays(config))
         events = read_metrics(Path(config.run_dir) / config.run_name / "metrics.jsonl")
@@ -91,21 +96,12 @@ def main(seeds: int, resume: bool) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process with one thread
         found = pool.map(
             lambda run: kept.get(
-                f"{run.preset} {run.seed} {_text(run.preset)}",
+                f"{run.preset} {run.seed} {json.dumps(settings(run.preset))}",
                 lambda: run_python(ONE, run.preset, str(run.seed), FLWR_TELEMETRY_ENABLED="0"),
             ),
             runs,
         )
         render(dict(zip(runs, found, strict=True)), seeds)
-
-
-def _text(preset: str) -> str:
-    """What a preset says, so that a changed one is measured anew."""
-    if preset == "fp32":
-        return json.dumps(SETTINGS)
-    from flower_geo.config import parse_overrides
-
-    return json.dumps(SETTINGS | parse_overrides([str(preset_file(preset))]))
 
 
 def _spread(values: list[float]) -> str:

@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from flower_geo.errors import CheckpointCorrupt, StateError, StateLocked
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "FileLock",
@@ -127,6 +128,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
     Not atomic by itself: use it inside :func:`atomic_folder`.
     """
+    # Who only locks and writes JSON is spared torch.
+    from safetensors.torch import save_file
+
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
         path,
@@ -137,13 +141,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return file_sha256(path)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
     """Read a safetensors file, memory-mapped, in the file's own order of names.
 
+    Args:
+        path: the file.
+        sha256: what :func:`write_tensors` gave for it; None = take it as it is.
+
     Raises:
-        CheckpointCorrupt: the file is missing, cut or not safetensors.
+        CheckpointCorrupt: the file is missing, cut, not safetensors, or not what
+            was written.
     """
     try:
+        if sha256 is not None and file_sha256(path) != sha256:
+            raise CheckpointCorrupt(f"{path} is not what was written")
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, ValueError) as error:
@@ -246,10 +257,9 @@ class FileLock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
             os.close(handle)
             raise StateLocked(
-                f"{what} is in use by process {owner} ({self.path}); "
+                f"{what} is in use by process {self.owner()} ({self.path}); "
                 "wait for it, end it, or choose another name"
             ) from None
         except OSError as error:
@@ -264,6 +274,12 @@ class FileLock:
             os.write(handle, f"{os.getpid()}\n".encode())
         self._handle = handle
         _held.add(self)
+
+    def owner(self) -> str:
+        """The pid its newest holder wrote, for people; ``unknown`` where there is none."""
+        with suppress(OSError), self.path.open("rb") as file:
+            return file.read(32).decode(errors="replace").strip() or "unknown"
+        return "unknown"
 
     def release(self) -> None:
         """Give the lock back; a second call does nothing."""

@@ -200,16 +200,19 @@ class Links:
 
     def config_for(self, record: SiteRecord | None, round: int) -> CommonConfig:
         """The configuration as one site is to see it in ``round``, its codec named."""
-        if 0 < round <= self.config.dense_rounds:
+        if self._dense(round):
             return self.config.model_copy(update={"codec_up": self.config.dense_codec})
         if self._choice is None or self.config.codec_up != ADAPTIVE:
             return self.config
         spec = self._choice.up(record.name) if record is not None else self._choice.rungs[-1]
         return self.config.model_copy(update={"codec_up": spec})
 
+    def _dense(self, round: int) -> bool:
+        return 0 < round <= self.config.dense_rounds
+
     def down(self, round: int) -> AnyCodec:
         """Codec of the broadcast that follows ``round``."""
-        if 0 < round <= self.config.dense_rounds:
+        if self._dense(round):
             return codec(self.config.dense_codec)
         if self._choice is None or self.config.codec_down != ADAPTIVE:
             return codec(self.config.codec_down)

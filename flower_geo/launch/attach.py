@@ -64,7 +64,7 @@ def attach(
     """
     console, began = console or Console(), time.monotonic()
     folder = find_run(run, run_dir)
-    record = RunRecord.load(folder)
+    RunRecord.load(folder)  # a folder that nobody ran gets no lock
     with supervising(folder):  # says who else is at it, before anything is decided
         record = RunRecord.load(folder)
         order, course = record.order, record.course

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from flower_geo.durable import FileLock, write_json
 from flower_geo.errors import ConfigError, StateError, StateLocked
-from flower_geo.launch.connections import replace_text
 from flower_geo.launch.processes import ProcessRef
 
 __all__ = ["Course", "Order", "RunRecord", "Status", "supervising"]
@@ -118,14 +117,7 @@ class RunRecord:
                 "server": None if course.server is None else course.server.to_json(),
             },
         }
-        path = self.folder / _FILE
-        try:
-            replace_text(path, json.dumps(values, indent=1) + "\n", mode=0o600)
-        except OSError as error:
-            raise StateError(
-                f"cannot write {path}: {error.strerror or error}; free space or mend its "
-                "permissions"
-            ) from error
+        write_json(self.folder / _FILE, values)
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
@@ -194,30 +186,15 @@ def supervising(folder: Path) -> Iterator[None]:
         StateLocked: another ``flower-geo run`` is at it.
         StateError: the folder cannot be used.
     """
+    lock = FileLock(folder / _LOCK)
     try:
-        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise StateError(
-            f"cannot use {folder}: {error.strerror or error}; set run-dir to a folder that can "
-            "be written"
-        ) from error
+        lock.acquire(f"run '{folder.name}'")
+    except StateLocked:
+        raise StateLocked(
+            f"another flower-geo run (pid {lock.owner()}) looks after run '{folder.name}' "
+            f"({folder}); leave it to that one, or end it first"
+        ) from None
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
-            raise StateLocked(
-                f"another flower-geo run (pid {owner}) looks after run '{folder.name}' ({folder}); "
-                "leave it to that one, or end it first"
-            ) from None
-        except OSError as error:
-            raise StateError(
-                f"{folder / _LOCK} cannot be locked: {error.strerror or error}; choose a run-dir "
-                "on a file system with locks"
-            ) from error
-        with contextlib.suppress(OSError):  # the pid is for people
-            os.ftruncate(handle, 0)
-            os.write(handle, f"{os.getpid()}\n".encode())
         yield
     finally:
-        os.close(handle)
+        lock.release()

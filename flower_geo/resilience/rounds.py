@@ -154,7 +154,7 @@ class RoundEngine(Reception):
     def _collect(self, now: _Round, quorum: int, hello: Callable[[], Request]) -> bool:
         """Take replies until the policy is content; False when the deadline ended it."""
         clock = self.exchange.clock
-        deadline = end = clock() + self.policy.deadline
+        end = clock() + self.policy.deadline
         met = False
         while True:
             # Late replies of sites not asked this time come on top.
@@ -162,7 +162,7 @@ class RoundEngine(Reception):
                 met, end = True, min(end, clock() + self.policy.grace)
                 if not self.policy.grace:
                     return True
-            if clock() >= end and (met or clock() >= deadline):
+            if clock() >= end:
                 return met
             until = min(end, clock() + LOOK_AROUND)
             for incoming in self.exchange.take(until, lambda open: self._wanted(open, now)):

@@ -27,7 +27,7 @@ from flower_geo.errors import ConfigError, FlowerGeoError, StateLocked, WorkerFa
 from flower_geo.messages import Reply, Request, one_line
 from flower_geo.site import frames
 from flower_geo.site.identity import node_number, node_value, site_name
-from flower_geo.site.place import MODULE, Place, life_stamp
+from flower_geo.site.place import BUSY, MODULE, Place, life_stamp
 
 __all__ = ["ask_worker", "uses_worker"]
 
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 #: Module of the process in which Flower runs a deployed ClientApp, and nothing else.
 _DEPLOYED = "flwr.supernode.runtime.run_clientapp"
-#: Exit code of a worker that found another one at its place.
-_BUSY = 75
 #: Deaths in a row, without a step saved in between, that end a request.
 _DEATHS = 3
 #: Workers that may leave in an orderly way, in a row, before a request is given up.
@@ -307,7 +305,7 @@ def _connected(asking: _Asking, stamp: str) -> socket.socket:
         if sock is not None:
             return sock
         if child is not None and child.poll() is not None:
-            if child.returncode not in (0, _BUSY):
+            if child.returncode not in (0, BUSY):
                 raise _Gone(_how_it_died(child.pid))
             child = None
         if child is None and place.owner() is None:

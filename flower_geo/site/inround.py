@@ -23,7 +23,6 @@ from torch import Tensor
 
 from flower_geo.durable import (
     atomic_folder,
-    file_sha256,
     read_sealed,
     read_tensors,
     write_sealed,
@@ -90,18 +89,17 @@ class RoundSnapshots:
             meta = read_sealed(self._folder / "snapshot.json")
             if meta["label"] != self._label:
                 return None
-            tensors: dict[str, dict[str, Tensor]] = {}
-            for part in _PARTS:
-                path = self._folder / f"{part}.safetensors"
-                if file_sha256(path) != meta["files"][part]:
-                    logger.warning("%s is damaged; the round starts anew", path)
-                    return None
-                tensors[part] = read_tensors(path)
+            tensors = {
+                part: read_tensors(self._folder / f"{part}.safetensors", str(meta["files"][part]))
+                for part in _PARTS
+            }
             return RoundSnapshot(
                 so_far=RoundSoFar(**meta["so_far"]), consumed=int(meta["consumed"]),
                 metrics=dict(meta["metrics"]), **tensors,
             )  # fmt: skip
-        except (CheckpointCorrupt, OSError, KeyError, TypeError, ValueError):
+        except (CheckpointCorrupt, KeyError, TypeError, ValueError) as error:
+            if self._folder.exists():
+                logger.warning("no snapshot to go on from, the round starts anew: %s", error)
             return None
 
     def save(self, snapshot: RoundSnapshot) -> bool:

@@ -29,10 +29,12 @@ from flower_geo.errors import StateError
 from flower_geo.messages import Request
 from flower_geo.site.identity import site_name, state_folder
 
-__all__ = ["MODULE", "Place", "life_stamp"]
+__all__ = ["BUSY", "MODULE", "Place", "life_stamp"]
 
 #: What a worker's command line names.
 MODULE = "flower_geo.site.worker"
+#: Exit code of a worker that finds another one at its place.
+BUSY = 75
 #: A socket's path may have this many bytes (108 with its end on Linux, 104 elsewhere).
 _MAX_PATH = 100
 _DESCRIPTORS = Path("/proc/self/fd")

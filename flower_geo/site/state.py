@@ -27,7 +27,6 @@ from torch import Tensor
 from flower_geo.durable import (
     FileLock,
     atomic_folder,
-    file_sha256,
     read_sealed,
     read_tensors,
     remove_unfinished,
@@ -39,6 +38,8 @@ from flower_geo.errors import CheckpointCorrupt, StateError
 __all__ = ["Generation", "SiteState"]
 
 _NAME = re.compile(r"gen-(\d{6,})")
+#: Tensors of a generation, a file each.
+_GROUPS = ("inner", "residual", "reply")
 
 #: Forebears kept of the accepted generation: a coordinator may come back from
 #: an earlier checkpoint than the newest.
@@ -116,11 +117,8 @@ class SiteState:
         """Base weights, or None when they are missing or damaged."""
         try:
             meta = read_sealed(self.folder / "base" / "base.json")
-            path = self.folder / "base" / "weights.safetensors"
-            if file_sha256(path) != meta["sha256"]:
-                return None
-            return read_tensors(path)
-        except (CheckpointCorrupt, OSError, KeyError, TypeError):
+            return read_tensors(self.folder / "base" / "weights.safetensors", str(meta["sha256"]))
+        except (CheckpointCorrupt, KeyError, TypeError):
             return None
 
     def save_base(self, version: int, content_hash: str, weights: Mapping[str, Tensor]) -> None:
@@ -155,18 +153,16 @@ class SiteState:
             meta = read_sealed(folder / "state.json")
             if meta["round"] != round:
                 return None
-            groups: dict[str, dict[str, Tensor]] = {}
-            for name in ("inner", "residual", "reply"):
-                path = folder / f"{name}.safetensors"
-                if file_sha256(path) != meta["files"][name]:
-                    return None
-                groups[name] = read_tensors(path)
+            groups = {
+                name: read_tensors(folder / f"{name}.safetensors", str(meta["files"][name]))
+                for name in _GROUPS
+            }
             first, second = meta["key"]
             return Generation(
                 round=round, parent=int(meta["parent"]), key=(str(first), str(second)),
                 consumed=int(meta["consumed"]), fields=dict(meta["fields"]), **groups,
             )  # fmt: skip
-        except (CheckpointCorrupt, OSError, KeyError, TypeError, ValueError):
+        except (CheckpointCorrupt, KeyError, TypeError, ValueError):
             return None
 
     def save(self, generation: Generation) -> None:
@@ -174,7 +170,7 @@ class SiteState:
         with atomic_folder(self._path(generation.round)) as scratch:
             files = {
                 name: write_tensors(scratch / f"{name}.safetensors", getattr(generation, name))
-                for name in ("inner", "residual", "reply")
+                for name in _GROUPS
             }
             write_sealed(
                 scratch / "state.json",

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +31,16 @@ from flower_geo.durable import FileLock
 from flower_geo.errors import FlowerGeoError, StateLocked, WorkerFailed
 from flower_geo.messages import Reply, Request
 from flower_geo.site import frames
-from flower_geo.site.place import Place
+from flower_geo.site.place import BUSY, Place
 from flower_geo.site.watch import Leaving, Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BUSY", "Worker", "WorkerLock", "main"]
+__all__ = ["Worker", "WorkerLock", "main"]
 
 logger = logging.getLogger(__name__)
 
-#: Exit code of a worker that finds another one at its place.
-BUSY = 75
 #: Seconds between two words on the steps.
 _BEAT_SECONDS = 0.5
 #: Seconds a ClientApp may take to read or to write a frame.
@@ -209,7 +208,8 @@ class Worker:
         try:
             listener.listen(16)
             listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            accept = partial(self._accept, listener)
+            self._selector.register(listener, selectors.EVENT_READ, accept)
             yield
         finally:
             if self._lock.in_place():
@@ -245,11 +245,7 @@ class Worker:
             act: Callable[[], object] = key.data
             act()
 
-    def _accept(self) -> None:
-        listener = next(
-            key.fileobj for key in self._selector.get_map().values() if key.data == self._accept
-        )
-        assert isinstance(listener, socket.socket)
+    def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             asker = _Asker(listener.accept()[0])
             self._askers.append(asker)
