@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_geo.compression.buffers import blank
+from flower_geo.compression.checksum import crc32
 from flower_geo.compression.floats import FP32, AddsTo, Bytes, Floats, ValueCodec, Writes, finite
 from flower_geo.compression.lossless import Packer, Section, sections_of
 from flower_geo.compression.randk import Drawn
@@ -318,7 +318,7 @@ class _Draft:
 
     def sealed(self) -> bytes:
         """The blob, under its checksum."""
-        checksum = struct.pack("<I", zlib.crc32(self._all[8:].data))
+        checksum = struct.pack("<I", crc32(self._all[8:].data))
         self._all[4:8] = np.frombuffer(checksum, dtype=np.uint8)
         del self._all, self.payload  # with a view left, the bytes would be a copy
         return self._owner.getvalue()
@@ -343,7 +343,7 @@ def _open(
     end = start + 8 * dimensions
     if dtype not in _DTYPES or dimensions > MAX_DIMENSIONS or len(view) < end:
         raise CorruptPayload("a blob's header is damaged")
-    if zlib.crc32(view[8:]) != checksum:
+    if crc32(view[8:]) != checksum:
         raise CorruptPayload("a blob's checksum does not match; it was cut or changed")
     found = struct.unpack_from(f"<{dimensions}Q", view, start)
     if shape is not None and found != tuple(shape):

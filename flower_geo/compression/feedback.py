@@ -16,7 +16,6 @@ drop whatever is small beside the residual, in every round.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_geo.compression.checksum import crc32
 from flower_geo.compression.codec import Codec
 from flower_geo.compression.spec import AnyCodec
 from flower_geo.durable import atomic_folder, file_sha256, read_json, read_tensors, write_json
@@ -83,7 +83,7 @@ class ErrorFeedback:
         # Not the caller's tensor, which must not change.
         lost = whole.contiguous() if residual is not None else _copied(whole)
         Codec.add_into(blob, lost, -1.0)
-        self._staged[name] = self._held(lost, f"{name}/{zlib.crc32(blob)}")
+        self._staged[name] = self._held(lost, f"{name}/{crc32(blob)}")
         return blob
 
     def _held(self, residual: Tensor, key: str) -> Tensor:

@@ -21,21 +21,24 @@ __all__ = ["Int", "Int2"]
 _ZERO, _HALF = np.float32(0.0), np.float32(0.5)
 _TINY = np.nextafter(_ZERO, np.float32(1.0))  # smallest positive fp32
 _LARGEST = np.finfo(np.float32).max
+#: Pieces that 8 and 4 bits are coded in at a time: their many small calls a piece cost
+#: more than what then no longer stays in the cache.
+_PIECES = 2
 #: Largest magnitudes between these need no care: nothing is denormal or overflows.
 _LOW, _HIGH = np.float32(2.0**-100), np.float32(2.0**100)
 
 
-def _step(block: int) -> int:
-    """Values in a piece of whole blocks that begins at a whole byte."""
-    return max(1, floats.PIECE // (4 * block)) * 4 * block
+def _step(block: int, pieces: int = 1) -> int:
+    """Values in so many pieces: whole blocks, and it begins at a whole byte."""
+    return max(1, pieces * floats.PIECE // (4 * block)) * 4 * block
 
 
-def _rows(values: Floats, block: int) -> Iterator[tuple[int, int, Floats]]:
+def _rows(values: Floats, block: int, pieces: int = 1) -> Iterator[tuple[int, int, Floats]]:
     """Yield ``(start, stop, rows)``: pieces of the values, a row a block.
 
     The piece with a block that is cut short is a copy, with zeros after the end.
     """
-    step = _step(block)
+    step = _step(block, pieces)
     for start in range(0, values.size, step):
         stop = min(start + step, values.size)
         piece, width = values[start:stop], min(block, stop - start)
@@ -121,7 +124,7 @@ class Int:
         scales = np.empty(-(-values.size // self.block), dtype=np.float32)
         dither = Dither(self.seed, values) if self.round == "stochastic" else None
         shape: tuple[int, ...] = ()
-        for start, stop, rows in _rows(values, self.block):
+        for start, stop, rows in _rows(values, self.block, _PIECES):
             if rows.shape != shape:
                 shape, work = rows.shape, torch.empty(rows.shape)
             source = torch.from_numpy(rows)
@@ -175,8 +178,8 @@ class Int:
     def pieces(self, payload: memoryview, count: int) -> Iterator[tuple[int, Floats]]:
         """Code times scale, in fp32."""
         scales = self._scales(payload, count)
-        for start in range(0, count, _step(self.block)):
-            stop = min(start + _step(self.block), count)
+        for start in range(0, count, _step(self.block, _PIECES)):
+            stop = min(start + _step(self.block, _PIECES), count)
             values = np.empty(stop - start, dtype=np.float32)
             self._decode(payload, scales, count, start, torch.from_numpy(values))
             yield start, values
@@ -190,7 +193,7 @@ class Int:
         scales = self._scales(payload, count)
         # The code -128 is none that an encoder writes, but it decodes.
         safe = not scales.size or bool(np.abs(scales).max() <= _LARGEST / 256)
-        step = min(_step(self.block), count)
+        step = min(_step(self.block, _PIECES), count)
         work = torch.empty(step)
         wide = work if out.dtype == work.dtype else torch.empty(step, dtype=out.dtype)
         for start in range(0, count, max(step, 1)):
