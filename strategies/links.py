@@ -43,7 +43,7 @@ def check_codecs(config: CommonConfig) -> None:
     ]
     if len(readers) < 2:
         readers.append(("codec-ladder", ladder))
-    if config.dense_rounds:
+    if config.dense_rounds or config.dense_last_rounds:
         readers.append(("dense-codec", codec))
     for key, read in readers:
         try:
@@ -208,7 +208,10 @@ class Links:
         return self.config.model_copy(update={"codec_up": spec})
 
     def _dense(self, round: int) -> bool:
-        return 0 < round <= self.config.dense_rounds
+        config = self.config
+        return round > 0 and (
+            round <= config.dense_rounds or round > config.rounds - config.dense_last_rounds
+        )
 
     def down(self, round: int) -> AnyCodec:
         """Codec of the broadcast that follows ``round``."""

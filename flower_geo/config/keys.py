@@ -88,7 +88,10 @@ class CommonConfig(BaseModel):
     dense_rounds: Annotated[int, Field(ge=0)] = Field(
         0, description="first rounds under dense-codec both ways, where a model moves most"
     )
-    dense_codec: str = Field("int4(block=64)", description="codec of the first dense-rounds rounds")
+    dense_last_rounds: Annotated[int, Field(ge=0)] = Field(
+        0, description="last rounds under dense-codec both ways, so that what is owed arrives"
+    )
+    dense_codec: str = Field("int4(block=64)", description="codec of the dense rounds")
     codec_ladder: str = Field(
         "bf16 > int8(block=256) > int4(block=64) > topk(density=0.05,chunk=4096)|int4(block=64)",
         description="what 'adaptive' chooses from, least compressed first",

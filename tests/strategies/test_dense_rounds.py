@@ -1,4 +1,4 @@
-"""Rounds that begin dense and go on sparse, and the decay of what broadcasts lost."""
+"""Rounds that begin dense, go on sparse and end dense, and the decay of what broadcasts lost."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def test_the_first_rounds_are_dense_both_ways(tmp_path: Path) -> None:
     down = {e["round"]: e["bytes_down"] for e in events(config, "round")}
     # The first round sends nothing; what follows a round is coded as the round was.
     assert down[1] == 0 and down[2] == down[3] > 4 * down[4] > 0
+
+
+def test_the_last_rounds_are_dense_both_ways(tmp_path: Path) -> None:
+    config = configured(tmp_path, **VALUES, **{"dense-last-rounds": 1})
+    run(config, federation(tmp_path, 2))
+    ups = {e["round"]: e["codec_up"] for e in events(config, "site") if e["status"] == "accepted"}
+    assert ups == {1: "int8(block=256)", 2: "int8(block=256)", 3: SPARSE, 4: "int8(block=256)"}
 
 
 @pytest.mark.parametrize("when", [3, 5, 8])
