@@ -24,7 +24,16 @@ from torch import Tensor
 
 from flower_geo.compression.buffers import blank
 from flower_geo.compression.checksum import crc32
-from flower_geo.compression.floats import FP32, AddsTo, Bytes, Floats, ValueCodec, Writes, finite
+from flower_geo.compression.floats import (
+    FP32,
+    AddsTo,
+    Bytes,
+    Floats,
+    ValueCodec,
+    Writes,
+    Zero,
+    finite,
+)
 from flower_geo.compression.lossless import Packer, Section, sections_of
 from flower_geo.compression.randk import Drawn
 from flower_geo.compression.sparsify import Selection
@@ -111,8 +120,8 @@ class Codec:
         """Encode a floating-point tensor of any shape, strides or device.
 
         A tensor that this codec would make larger than raw fp32 is stored as
-        raw fp32 instead, one that packing makes no smaller is not packed; the
-        blob's own spec says so.
+        raw fp32 instead, one that packing makes no smaller is not packed, and of
+        one that holds only zeros no values are stored; the blob's own spec says so.
 
         Args:
             tensor: fp32, bf16, fp16 or fp64 (which is rounded to fp32).
@@ -142,6 +151,8 @@ class Codec:
         chosen, raw = replace(self, packer=None), Codec(FP32())
         if chosen.payload_size(count) + len(chosen.spec) >= 4 * count + len(raw.spec):
             chosen = raw
+        if _only_zeros(flat):
+            return _Draft(Zero.spec, shape, source, _floor(count)).sealed()
         try:
             if self.packer is None:
                 blob = _Draft(chosen.spec, shape, source, chosen.payload_size(count))
@@ -322,6 +333,11 @@ class _Draft:
         self._all[4:8] = np.frombuffer(checksum, dtype=np.uint8)
         del self._all, self.payload  # with a view left, the bytes would be a copy
         return self._owner.getvalue()
+
+
+def _only_zeros(values: Floats) -> bool:
+    """Whether there are values and all are +0, to the bit; seldom looks at more than one."""
+    return bool(values.size and values[0] == 0 and not values.view(np.uint32).any())
 
 
 def _floor(count: int) -> int:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flower_geo.compression.buffers import blank
-from flower_geo.errors import NonFiniteTensor
+from flower_geo.errors import CodecError, NonFiniteTensor
 
 __all__ = [
     "BF16",
@@ -31,6 +31,7 @@ __all__ = [
     "Floats",
     "ValueCodec",
     "Writes",
+    "Zero",
     "finite",
     "whole",
     "written",
@@ -118,6 +119,34 @@ def finite(values: Floats) -> bool:
         if not (math.isfinite(total) or np.isfinite(piece).all()):
             return False
     return True
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Nothing: all values are zero.
+
+    No user names it.  An encoder takes it for a tensor without any other value, such as
+    the update of a tensor that was not trained.
+    """
+
+    name: ClassVar[str] = "zero"
+    lossless: ClassVar[bool] = True
+    spec: ClassVar[str] = "zero"
+
+    def size(self, count: int) -> int:
+        """None."""
+        return 0
+
+    def encode(self, values: Floats) -> bytes:
+        """No bytes; ``CodecError`` where a value is not zero."""
+        if values.any():
+            raise CodecError("codec zero takes zeros only; name another one")
+        return b""
+
+    def pieces(self, payload: memoryview, count: int) -> Iterator[tuple[int, Floats]]:
+        """Zeros."""
+        for start in range(0, count, PIECE):
+            yield start, np.zeros(min(PIECE, count - start), dtype=np.float32)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from flower_geo.compression.codec import Codec
-from flower_geo.compression.floats import BF16, FP16, FP32
+from flower_geo.compression.floats import BF16, FP16, FP32, Zero
 from flower_geo.compression.integers import Int, Int2
 from flower_geo.compression.lossless import Packer, Zstd
 from flower_geo.compression.randk import Drawn, RandK
@@ -252,6 +252,7 @@ def _stage(text: str, spec: str) -> Any:
 
 
 _BLOCK = {"block": _integer(8, 1 << 20)}
+register("zero", Zero, {})
 register("fp32", FP32, {})
 register("bf16", BF16, {})
 register("fp16", FP16, {})

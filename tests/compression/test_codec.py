@@ -282,3 +282,27 @@ def test_add_into_refuses_a_weight_that_is_not_finite(weight: float) -> None:
     with pytest.raises(CodecError, match="weight"):
         Codec.add_into(codec("fp32").encode(torch.ones(4)), out, weight)
     assert torch.equal(out, torch.zeros(4))
+
+
+@pytest.mark.parametrize("spec", ["fp32", "int8(block=256)", "sign", "topk(density=0.1)|int2|zstd"])
+def test_of_a_tensor_of_zeros_no_values_are_stored(spec: str) -> None:
+    zeros = torch.zeros(512, 1024)
+    blob = codec(spec).encode(zeros)
+    assert Codec.inspect(blob).spec == "zero" and len(blob) < 64 + 512 * 1024 // 4096
+    assert torch.equal(Codec.decode(blob, shape=(512, 1024)), zeros)
+    into = torch.ones(512, 1024)
+    Codec.add_into(blob, into, 3.0)
+    assert torch.equal(into, torch.ones(512, 1024))
+
+
+def test_a_single_value_or_a_negative_zero_is_stored() -> None:
+    late = torch.zeros(8192)
+    late[-1] = 1.0
+    assert torch.equal(Codec.decode(codec("fp32").encode(late)), late)
+    negative = codec("fp32").encode(-torch.zeros(8192))
+    assert bool(torch.signbit(Codec.decode(negative)).all())
+
+
+def test_nobody_sends_anything_under_the_codec_of_zeros() -> None:
+    with pytest.raises(CodecError, match="zeros only"):
+        codec("zero").encode(torch.ones(8192), "w")
