@@ -10,13 +10,18 @@ lossless codec a version is the weights themselves, because in fp32
 The codec may change from version to version: every delta says in its own header
 what it was coded with, and the shadow does not depend on what came before.
 
+Names and shapes stay from version to version, but for those a ``growing`` predicate
+names: such a tensor may appear in any version, as if it had been zeros before, and may be
+left out of a later one.  What was sent of it is final, so that it costs nothing again: the
+master takes over what the sites hold.
+
 Decoding is fp32 on the CPU, value by value, so all shadows are equal to the
 bit; every message carries a hash that proves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,9 +41,16 @@ from flower_geo.compression.records import (
 from flower_geo.compression.spec import AnyCodec
 from flower_geo.errors import CheckpointCorrupt, CodecError, CorruptPayload, NonFiniteTensor
 
-__all__ = ["Broadcaster", "Offer", "Replica"]
+__all__ = ["Broadcaster", "Growing", "Offer", "Replica", "none_grows"]
 
 Blobs = dict[str, bytes]
+#: Whether a tensor of this name may come and go.
+Growing = Callable[[str], bool]
+
+
+def none_grows(name: str) -> bool:
+    """The predicate of an ordinary model: no tensor comes or goes."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class Broadcaster:
         window: versions kept as deltas for sites that fall behind.
         own: the caller never changes these tensors again, so that they need not
             be copied.
+        growing: names of tensors that may come and go.
 
     Attributes:
         codec: codec of the newest version.
@@ -84,8 +97,10 @@ class Broadcaster:
         window: int = 4,
         *,
         own: bool = False,
+        growing: Growing = none_grows,
     ) -> None:
         self.codec = codec
+        self.growing = growing
         self.master: dict[str, Tensor] = dict(master) if own else _copied(master)
         self.shadow: dict[str, Tensor] = self.master
         self.version = version
@@ -137,11 +152,13 @@ class Broadcaster:
                 if not bool(torch.isfinite(tensor).all()):
                     raise NonFiniteTensor(f"tensor {name} holds NaN or infinity; it is not sent")
         else:
-            for name, before in self.shadow.items():
-                blob = chosen.encode(new_master[name] - before, name)
+            for name, tensor in new_master.items():
+                before = self.shadow.get(name, torch.zeros(()))
+                blob = chosen.encode(tensor - before, name)
                 blobs[name] = blob
-                shadow[name] = before + Codec.decode(blob, shape=tuple(before.shape))
+                shadow[name] = before + Codec.decode(blob, shape=tuple(tensor.shape))
         master = dict(new_master) if own else _copied(new_master)
+        master |= {name: tensor for name, tensor in shadow.items() if self.growing(name)}
         self.codec = chosen
         self.version += 1
         if not chosen.lossless:
@@ -154,10 +171,11 @@ class Broadcaster:
 
     def _check(self, new: Mapping[str, Tensor]) -> None:
         """Torch would broadcast another shape, and a name too many would never be sent."""
-        odd = sorted(new.keys() ^ self.shadow.keys()) or [
+        changed = (name for name in new.keys() ^ self.shadow.keys() if not self.growing(name))
+        odd = sorted(changed) or [
             name
             for name, tensor in new.items()
-            if tensor.shape != self.shadow[name].shape or tensor.dtype != torch.float32
+            if tensor.dtype != torch.float32 or tensor.shape != self.shadow.get(name, tensor).shape
         ]
         if odd:
             raise CodecError(
@@ -211,6 +229,7 @@ class Broadcaster:
         shadow: Mapping[str, Tensor],
         deltas: Mapping[str, Tensor],
         meta: Mapping[str, Any],
+        growing: Growing = none_grows,
     ) -> Broadcaster:
         """Inverse of :meth:`state`; the tensors given are kept, not copied.
 
@@ -218,7 +237,9 @@ class Broadcaster:
             CheckpointCorrupt: the shadow is not the one the state was taken of.
         """
         # What was read for this is nobody else's.
-        made = cls(codec, shadow, int(meta["version"]), int(meta["window"]), own=True)
+        made = cls(
+            codec, shadow, int(meta["version"]), int(meta["window"]), own=True, growing=growing
+        )
         made.master = dict(master)
         if made.hash != meta["hash"]:
             raise CheckpointCorrupt(f"the weights of version {made.version} fail their hash")
@@ -241,9 +262,12 @@ class Replica:
     next deltas, and a snapshot heals it.
     """
 
-    def __init__(self, state: Mapping[str, Tensor], version: int) -> None:
+    def __init__(
+        self, state: Mapping[str, Tensor], version: int, growing: Growing = none_grows
+    ) -> None:
         self.state: dict[str, Tensor] = dict(state)
         self.version = version
+        self.growing = growing
 
     def apply(
         self, kind: str, record: ArrayRecord, first: int, last: int, expect_hash: str
@@ -257,22 +281,46 @@ class Replica:
             CorruptPayload: the payload is damaged, or its result has another
                 hash; ``state`` and ``version`` are then as before.
         """
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
         if kind == "snapshot":
-            state = unpack(record, shapes)
+            state = unpack(record, self._shapes(record, ""))
         elif kind == "deltas":
             versions = range(first, last + 1)
             if not first <= self.version + 1 <= last < first + 1024:
                 raise CorruptPayload(f"versions {first} to {last} do not follow {self.version}")
-            keyed = {f"{each}/{name}": s for each in versions for name, s in shapes.items()}
-            deltas = unpack(record, keyed)
-            state = {}
-            for name, tensor in self.state.items():
-                for each in versions[self.version + 1 - first :]:
-                    tensor = tensor + deltas[f"{each}/{name}"]
-                state[name] = tensor
+            shapes = {each: self._shapes(record, f"{each}/") for each in versions}
+            keyed = {f"{each}/{name}": s for each in versions for name, s in shapes[each].items()}
+            deltas, state = unpack(record, keyed), self.state
+            for each in versions[self.version + 1 - first :]:
+                state = {
+                    name: _added(state.get(name), deltas[f"{each}/{name}"]) for name in shapes[each]
+                }
         else:
             raise CorruptPayload(f"a broadcast of kind {kind!r} cannot be applied")
         if content_hash(state) != expect_hash:
             raise CorruptPayload(f"version {last} has another hash than the coordinator's")
         self.state, self.version = state, last
+
+    def _shapes(self, record: ArrayRecord, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Names and shapes a version in ``record`` must have.
+
+        Growing tensors may have any, within what their bytes can claim: the hash of the
+        whole tells what was sent from what was made up.
+        """
+        shapes = {
+            name: tuple(tensor.shape)
+            for name, tensor in self.state.items()
+            if not self.growing(name)
+        }
+        for key, array in record.items():
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix) and self.growing(name):
+                shapes[name] = Codec.inspect(array.data).shape
+        return shapes
+
+
+def _added(before: Tensor | None, delta: Tensor) -> Tensor:
+    if before is None:
+        return delta
+    if before.shape != delta.shape:
+        raise CorruptPayload(f"a delta has shape {list(delta.shape)}, not {list(before.shape)}")
+    return before + delta
