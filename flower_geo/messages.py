@@ -19,7 +19,7 @@ from flower_geo.errors import ConfigError, ReplyRefused
 __all__ = ["NOTICE", "PROTOCOL", "Reply", "Request", "UpdateKind", "one_line"]
 
 #: Raised by one whenever an older side could not understand a newer one.
-PROTOCOL = 2
+PROTOCOL = 3
 
 PayloadKind = Literal["none", "deltas", "snapshot"]
 Status = Literal["done", "need", "refused"]
@@ -142,6 +142,7 @@ class Reply:
         round, version, base_hash, fingerprint: echo of what was done.
         kind: what ``arrays`` holds.
         held_version, held_hash: the newest base at the site.
+        identity: short hashes of the parts of a frozen base model, where there is one.
         data: what the site trains on, for people.
         at_work: seconds this very request kept the site's process; what is left of
             the round trip was spent on the way.  No part of what is answered: the
@@ -161,6 +162,7 @@ class Reply:
     held_version: int = -1
     held_hash: str = ""
     tokenizer_hash: str = ""
+    identity: str = ""
     data: str = ""
     codec: str = ""
     at_work: float = field(default=0.0, compare=False)

@@ -22,7 +22,9 @@ from flower_geo.compression import codec, pack
 from flower_geo.config import CommonConfig
 from flower_geo.errors import FlowerGeoError, NotEnoughSites
 from flower_geo.strategies.links import check_codecs
+from flower_geo.strategies.model import RunModel
 from flower_geo.strategies.session import RunSession
+from flower_geo.strategies.terms import Terms
 
 __all__ = ["GeoStrategy"]
 
@@ -40,6 +42,8 @@ class GeoStrategy(Strategy):
         # Both are read before anything starts, so that a typo ends at once.
         check_codecs(config)
         self.config = config
+        #: The round whose replies become the next model.
+        self.round = 0
 
     # -- what a strategy defines ----------------------------------------------
 
@@ -68,6 +72,10 @@ class GeoStrategy(Strategy):
 
     def load_outer_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`outer_state` gave."""
+
+    def terms(self) -> Terms:
+        """What the strategy lays down for its session."""
+        return Terms(type(self).__name__, RunModel(self.config))
 
     # -- the run --------------------------------------------------------------
 
@@ -104,7 +112,7 @@ class GeoStrategy(Strategy):
         if timeout < self.config.deadline:
             self.config = self.config.model_copy(update={"deadline": timeout})
         result = Result()
-        with RunSession.open(self.config, type(self).__name__, grid) as session:
+        with RunSession.open(self.config, self.terms(), grid) as session:
             try:
                 session.restore(initial_arrays, self.load_outer_state, self.outer_state)
                 self._rounds(session, result, evaluate_fn)
@@ -125,6 +133,7 @@ class GeoStrategy(Strategy):
             session.assemble()
         while session.done < self.config.rounds:
             outcome = self._retried(session)
+            self.round = session.done + 1
             following = session.fold(self.next_model, outcome)
             session.commit(following, self.outer_state(), outcome)
             round, figures = session.done, session.figures

@@ -14,6 +14,8 @@ from torch import Tensor
 from flower_geo.compression import codec, pack
 from flower_geo.config import CommonConfig
 from flower_geo.data import load_tokenizer, tokenizer_hash
+from flower_geo.errors import ReplyRefused
+from flower_geo.messages import Reply
 from flower_geo.models import (
     build_model,
     check_vocab,
@@ -55,6 +57,15 @@ class RunModel:
     def weights(self) -> dict[str, Tensor]:
         """fp32 copies of the model's trained parameters."""
         return snapshot(self.model)
+
+    def check(self, reply: Reply) -> None:
+        """Raise ``ReplyRefused`` for a site that cannot train this model."""
+        if reply.tokenizer_hash != self.tokenizer_hash:
+            raise ReplyRefused(
+                f"site {reply.site} has another tokenizer than the coordinator "
+                f"({reply.tokenizer_hash[:12]} against {self.tokenizer_hash[:12]}); "
+                "give both the same tokenizer, by run-config tokenizer= or node-config tokenizer="
+            )
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write ``weights`` as a Hugging Face folder."""

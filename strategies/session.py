@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flower_geo.aggregation import Contribution
 from flower_geo.compression import Broadcaster, content_hash, unpack
-from flower_geo.config import TRAINING_KEYS, CommonConfig
-from flower_geo.errors import CheckpointCorrupt, FlowerGeoError, ReplyRefused, ResumeMismatch
-from flower_geo.messages import Reply, Request
+from flower_geo.config import CommonConfig
+from flower_geo.errors import CheckpointCorrupt, FlowerGeoError, ResumeMismatch
+from flower_geo.messages import Request
 from flower_geo.observe import MetricsLog, write_report
 from flower_geo.resilience import (
     BackgroundWriter,
@@ -33,7 +33,7 @@ from flower_geo.resilience import (
 from flower_geo.strategies.balance import Balance
 from flower_geo.strategies.figures import Figures
 from flower_geo.strategies.links import Links, TimedExchange
-from flower_geo.strategies.model import RunModel
+from flower_geo.strategies.terms import Terms
 
 __all__ = ["RunSession"]
 
@@ -55,11 +55,11 @@ class RunSession:
         figures: what was measured last.
     """
 
-    def __init__(self, config: CommonConfig, strategy: str, grid: Grid, folder: RunFolder) -> None:
+    def __init__(self, config: CommonConfig, terms: Terms, grid: Grid, folder: RunFolder) -> None:
         self.config = config
-        self.strategy = strategy
+        self.terms = terms
         self.folder = folder
-        self.model = RunModel(config)
+        self.model = terms.model
         self.log = MetricsLog(folder.metrics_path)
         self.writer = BackgroundWriter()
         # Where no codec is to be chosen, nothing is measured.
@@ -72,7 +72,7 @@ class RunSession:
         )  # fmt: skip
         self.engine = RoundEngine(
             self.exchange, self.membership, self.screen, folder.spool, _policy(config),
-            self.emit, self._check_hello,
+            self.emit, self.model.check, terms.part,
         )  # fmt: skip
         self.broadcaster: Broadcaster
         self.links = Links(config, {})
@@ -84,10 +84,10 @@ class RunSession:
         self._started = time.monotonic()
 
     @classmethod
-    def open(cls, config: CommonConfig, strategy: str, grid: Grid) -> RunSession:
+    def open(cls, config: CommonConfig, terms: Terms, grid: Grid) -> RunSession:
         """Lock the run folder and begin this life of the server."""
         path = RunFolder.resolve(config.run_dir, config.run_name)
-        return cls(config, strategy, grid, RunFolder(path, config.public()))
+        return cls(config, terms, grid, RunFolder(path, config.public()))
 
     def __enter__(self) -> RunSession:
         """Return the session."""
@@ -130,7 +130,9 @@ class RunSession:
                 )
             initial = unpack(initial_arrays)
             self.links = Links(self.config, _shapes(initial))
-            self.broadcaster = Broadcaster(self.links.down(0), initial, window=WINDOW, own=True)
+            self.broadcaster = Broadcaster(
+                self.links.down(0), initial, window=WINDOW, own=True, growing=self.terms.growing
+            )
             self._write(0, outer_state(), {"what": "begin", "round": 0})
         else:
             self._check_schema(found.tensors["master"], initial_arrays)
@@ -144,7 +146,7 @@ class RunSession:
                 ) from error
         self.emit(
             "start", run=self.config.run_name, incarnation=self.folder.incarnation,
-            strategy=self.strategy, rounds=self.config.rounds,
+            strategy=self.terms.name, rounds=self.config.rounds,
             resumed_from=self.done if found is not None else None, model=self.config.model,
             parameters=sum(t.numel() for t in self.broadcaster.master.values()),
             inner_steps=self.config.inner_steps, codec_up=self.config.codec_up,
@@ -159,7 +161,7 @@ class RunSession:
         self.links = Links(self.config, _shapes(master), state.get("links"))
         self.broadcaster = Broadcaster.restore(
             self.links.down(found.round), master, found.tensors["shadow"],
-            found.tensors.get("deltas", {}), state["broadcast"],
+            found.tensors.get("deltas", {}), state["broadcast"], self.terms.growing,
         )  # fmt: skip
         load_outer(found.tensors.get("outer", {}))
         self.membership.restore(state["sites"])
@@ -172,7 +174,8 @@ class RunSession:
 
     def _check_schema(self, master: Mapping[str, Tensor], initial: ArrayRecord) -> None:
         given = {name: tuple(array.shape) for name, array in initial.items()}
-        if _shapes(master) != given:
+        grown = self.terms.growing
+        if {name: s for name, s in _shapes(master).items() if not grown(name)} != given:
             raise ResumeMismatch(
                 f"the checkpoint of run '{self.config.run_name}' holds another model than "
                 f"{self.config.model!r}; resume with its own model or choose another run-name"
@@ -184,20 +187,12 @@ class RunSession:
         logger.info("sites: %s", ", ".join(record.name for record in online))
         self.emit("sites", sites=[record.name for record in online])
 
-    def _check_hello(self, reply: Reply) -> None:
-        if reply.tokenizer_hash != self.model.tokenizer_hash:
-            raise ReplyRefused(
-                f"site {reply.site} has another tokenizer than the coordinator "
-                f"({reply.tokenizer_hash[:12]} against {self.model.tokenizer_hash[:12]}); "
-                "give both the same tokenizer, by run-config tokenizer= or node-config tokenizer="
-            )
-
     # -- requests -------------------------------------------------------------
 
     def _request(self, record: SiteRecord | None, **values: Any) -> Request:
         seen = self.balance.config_for(record, self.links.config_for(record, self.done + 1))
         public = seen.public()
-        config = {key: public[key] for key in sorted(TRAINING_KEYS | {"rounds"})}
+        config = {key: public[key] for key in sorted(self.config.training_keys | {"rounds"})}
         common: dict[str, Any] = {
             "run_name": self.config.run_name, "run_uid": self.folder.uid,
             "incarnation": self.folder.incarnation, "version": self.broadcaster.version,

@@ -33,7 +33,8 @@ GROUPS = {
     ),
     "The outer step": ("outer_lr", "outer_momentum", "outer_nesterov", "weight_by"),
     "The wire": (
-        "codec_up", "codec_down", "dense_rounds", "dense_last_rounds", "dense_codec", "codec_ladder", "comm_target",
+        "codec_up", "codec_down", "dense_rounds", "dense_last_rounds", "dense_codec",
+        "codec_ladder", "comm_target",
         "downlink_quantile", "downlink_decay", "error_feedback", "feedback_decay",
         "feedback_dtype",
     ),

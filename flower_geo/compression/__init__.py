@@ -15,7 +15,7 @@ from flower_geo.compression.records import (
     unpack_blobs,
 )
 from flower_geo.compression.spec import codec, register
-from flower_geo.compression.versions import Broadcaster, Offer, Replica
+from flower_geo.compression.versions import Broadcaster, Growing, Offer, Replica, none_grows
 from flower_geo.compression.wrapper import CompressedStrategy
 
 __all__ = [
@@ -24,11 +24,13 @@ __all__ = [
     "Codec",
     "CompressedStrategy",
     "ErrorFeedback",
+    "Growing",
     "Offer",
     "Replica",
     "codec",
     "compression_mod",
     "content_hash",
+    "none_grows",
     "pack",
     "record_blobs",
     "record_from_blobs",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -21,6 +21,29 @@ __all__ = ["FIXED_KEYS", "TRAINING_KEYS", "CommonConfig", "DiLoCoConfig", "Scala
 Scalar = bool | int | float | str
 
 
+#: Keys a site's computation depends on; they travel in the train request.
+TRAINING_KEYS = frozenset(
+    {
+        "batch-size", "clip-norm", "codec-up", "data", "error-feedback", "eval-tokens",
+        "feedback-decay", "feedback-dtype", "grad-accum", "inner-lr", "inner-optimizer",
+        "inner-seconds", "inner-steps", "keep-optimizer", "min-lr-ratio", "model", "precision",
+        "schedule", "seed", "seq-len", "snapshot-steps", "strategy", "threads", "tokenizer",
+        "warmup-steps", "weight-by", "weight-decay",
+    }
+)  # fmt: skip
+
+#: Of those, the ones that change nothing about what comes out.
+_SAME_RESULT_KEYS = frozenset({"snapshot-steps"})
+
+#: Keys a site may set for itself in its node-config.
+_SITE_KEYS = frozenset(
+    {
+        "inner-steps", "inner-seconds", "batch-size", "grad-accum", "threads", "tokenizer",
+        "snapshot-steps",
+    }
+)  # fmt: skip
+
+
 class CommonConfig(BaseModel):
     """Keys shared by all ways of training."""
 
@@ -28,6 +51,10 @@ class CommonConfig(BaseModel):
         alias_generator=kebab, populate_by_name=True, extra="forbid", frozen=True,
         allow_inf_nan=False,
     )  # fmt: skip
+
+    #: Keys a site's computation depends on, and keys a site may set for itself.
+    training_keys: ClassVar[frozenset[str]] = TRAINING_KEYS
+    site_keys: ClassVar[frozenset[str]] = _SITE_KEYS
 
     # -- the run --------------------------------------------------------------
     run_name: str = Field("diloco", description="names the run folder and the sites' state")
@@ -225,7 +252,7 @@ class CommonConfig(BaseModel):
         made under the very same training configuration.
         """
         public = self.public()
-        deciding = TRAINING_KEYS - _SAME_RESULT_KEYS
+        deciding = self.training_keys - _SAME_RESULT_KEYS
         chosen = {key: public[key] for key in sorted(deciding) if key in public}
         chosen["total-steps"] = self.total_steps
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
@@ -247,20 +274,6 @@ def _part(text: str, whole: int) -> int:
     wanted = int(number) if number >= 1 else -int(-number * whole // 1)
     return max(1, min(whole, wanted))
 
-
-#: Keys a site's computation depends on; they travel in the train request.
-TRAINING_KEYS = frozenset(
-    {
-        "batch-size", "clip-norm", "codec-up", "data", "error-feedback", "eval-tokens",
-        "feedback-decay", "feedback-dtype", "grad-accum", "inner-lr", "inner-optimizer",
-        "inner-seconds", "inner-steps", "keep-optimizer", "min-lr-ratio", "model", "precision",
-        "schedule", "seed", "seq-len", "snapshot-steps", "threads", "tokenizer", "warmup-steps",
-        "weight-by", "weight-decay",
-    }
-)  # fmt: skip
-
-#: Of those, the ones that change nothing about what comes out.
-_SAME_RESULT_KEYS = frozenset({"snapshot-steps"})
 
 #: Keys that may not change when a run is resumed.
 FIXED_KEYS = frozenset(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flower_geo.resilience.checkpoint import BackgroundWriter, Checkpoint, CheckpointStore
 from flower_geo.resilience.exchange import Exchange, Incoming
+from flower_geo.resilience.intake import Part, whole_base
 from flower_geo.resilience.journal import Journal
 from flower_geo.resilience.membership import Membership, SiteRecord
 from flower_geo.resilience.network import StallWatch
@@ -22,6 +23,7 @@ __all__ = [
     "Incoming",
     "Journal",
     "Membership",
+    "Part",
     "RoundEngine",
     "RoundOutcome",
     "RoundPolicy",
@@ -31,4 +33,5 @@ __all__ = [
     "Spool",
     "SpooledReply",
     "StallWatch",
+    "whole_base",
 ]

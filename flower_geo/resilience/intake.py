@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from flwr.app import ArrayRecord
 from torch import Tensor
 
 from flower_geo.compression import unpack_blobs
@@ -17,7 +18,16 @@ from flower_geo.resilience.replies import as_differences, payload_hash, weight_o
 from flower_geo.resilience.screening import Screen
 from flower_geo.resilience.spool import ReplyMeta, Spool, SpooledReply
 
-__all__ = ["Base", "Intake"]
+__all__ = ["Base", "Intake", "Part", "whole_base"]
+
+#: The part of a base that a reply to a round must match in names and shapes, given the
+#: reply's tensors; raises ``ReplyRefused`` where there is none.
+Part = Callable[[int, Mapping[str, Tensor], ArrayRecord], Mapping[str, Tensor]]
+
+
+def whole_base(round: int, base: Mapping[str, Tensor], arrays: ArrayRecord) -> Mapping[str, Tensor]:
+    """The part of strategies whose sites send every tensor."""
+    return base
 
 
 @dataclass(frozen=True)
@@ -43,18 +53,25 @@ class Intake:
         membership: sites by name.
         screen: checks of a reply.
         spool: accepted replies on disk.
+        part: what of a base a reply is an update of.
 
     Attributes:
         missed: (site, round) of requests that count as missed; a reply may still come.
     """
 
     def __init__(
-        self, exchange: Exchange, membership: Membership, screen: Screen, spool: Spool
+        self,
+        exchange: Exchange,
+        membership: Membership,
+        screen: Screen,
+        spool: Spool,
+        part: Part = whole_base,
     ) -> None:
         self.exchange = exchange
         self.membership = membership
         self.screen = screen
         self.spool = spool
+        self.part = part
         self.missed: set[tuple[str, int]] = set()
         self._requests: dict[tuple[str, int], Request] = {}
         #: Spooled replies that this life's history knows already.
@@ -149,6 +166,8 @@ class Intake:
         weight = weight_of(reply, policy.weight_by)
         if weight <= 0:
             raise ReplyRefused("it trained on nothing")
+        if reply.arrays is not None:
+            trained_from = self.part(opened.round, trained_from, reply.arrays)
         norm = self.screen.check(request, reply, trained_from)
         assert reply.arrays is not None
         shapes = {name: tuple(tensor.shape) for name, tensor in trained_from.items()}

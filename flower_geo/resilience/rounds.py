@@ -13,7 +13,7 @@ from flower_geo.errors import ReplyRefused, StateLocked
 from flower_geo.messages import Reply, Request
 from flower_geo.resilience.evaluation import Evaluation
 from flower_geo.resilience.exchange import QUERY, TRAIN, Exchange, Incoming, Open
-from flower_geo.resilience.intake import Base, Intake
+from flower_geo.resilience.intake import Base, Intake, Part, whole_base
 from flower_geo.resilience.membership import Membership, SiteRecord
 from flower_geo.resilience.policy import Emit, RoundOutcome, RoundPolicy
 from flower_geo.resilience.reception import Reception
@@ -64,6 +64,7 @@ class RoundEngine(Reception):
         emit: takes events for the metrics log.
         check_hello: raises ``ReplyRefused`` for a site that may not take part
             (another tokenizer, say).
+        part: what of a base a reply is an update of.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class RoundEngine(Reception):
         policy: RoundPolicy,
         emit: Emit,
         check_hello: Callable[[Reply], None] = lambda reply: None,
+        part: Part = whole_base,
     ) -> None:
         super().__init__(exchange, membership, policy, emit, check_hello)
-        self.intake = Intake(exchange, membership, screen, spool)
+        self.intake = Intake(exchange, membership, screen, spool, part)
         self.spool = spool
         self._needs = NeedLimit()
         exchange.patience = policy.deadline

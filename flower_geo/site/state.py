@@ -10,7 +10,7 @@ from an older checkpoint finds the site's state of that time.
     <state-dir>/<run-name>-<uid>/<site>/
       lock
       base/{weights.safetensors, base.json}
-      gen-000003/{inner,residual,reply}.safetensors, state.json
+      gen-000003/{inner,residual,personal,reply}.safetensors, state.json
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Generation", "SiteState"]
 
 _NAME = re.compile(r"gen-(\d{6,})")
 #: Tensors of a generation, a file each.
-_GROUPS = ("inner", "residual", "reply")
+_GROUPS = ("inner", "residual", "personal", "reply")
 
 #: Forebears kept of the accepted generation: a coordinator may come back from
 #: an earlier checkpoint than the newest.
@@ -60,6 +60,7 @@ class Generation:
         consumed: training sequences used up so far.
         inner: optimizer state and RNG, flat.
         residual: error feedback after this round's update.
+        personal: trained tensors that stay at the site.
         reply: encoded tensors of the reply as uint8, and its fields.
     """
 
@@ -69,6 +70,7 @@ class Generation:
     consumed: int = 0
     inner: dict[str, Tensor] = field(default_factory=dict)
     residual: dict[str, Tensor] = field(default_factory=dict)
+    personal: dict[str, Tensor] = field(default_factory=dict)
     reply: dict[str, Tensor] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
 

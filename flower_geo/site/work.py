@@ -23,17 +23,17 @@ from flower_geo.compression import (
     record_blobs,
     record_from_blobs,
 )
-from flower_geo.data import BatchSource, Cursor
+from flower_geo.data import Cursor
 from flower_geo.messages import Reply, Request, UpdateKind
 from flower_geo.models import load_state, snapshot
-from flower_geo.site.bench import SITE_KEYS, Session, seed_of
+from flower_geo.site.bench import Session, seed_of
 from flower_geo.site.identity import link_speeds
 from flower_geo.site.inround import Pace, RoundSnapshot, RoundSnapshots, label_of
 from flower_geo.site.state import Generation
 from flower_geo.site.watch import Leaving, Watch
 from flower_geo.training import InnerLoop
 
-__all__ = ["SITE_KEYS", "evaluate_request", "greet_request", "train_request"]
+__all__ = ["evaluate_request", "greet_request", "train_request"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ def greet_request(
 ) -> Reply:
     """Prepare data and model, and say what this site is and holds."""
     session = Session(request, node_config, watch)
-    metrics = session.data_sizes() | link_speeds(node_config)
+    metrics = session.task.sizes() | link_speeds(node_config)
     with session.state:
         if request.version == 0:
             session.base()
             version, held = session.state.base()
             if version < 0:
-                version, held = 0, session.bench.initial_hash
+                version, held = 0, session.task.initial_hash
             return session.reply(held_version=version, held_hash=held, metrics=metrics)
         return session.reply(metrics=metrics)
 
@@ -63,9 +63,8 @@ def evaluate_request(
         base = session.base()
         if base is None:
             return session.reply(status="need")
-        load_state(session.bench.model, base)
-        loss, tokens = session.held_out_loss()
-        return session.reply(metrics={"loss-before": loss, "eval-tokens": float(tokens)})
+        session.task.load(base, request.round, lambda: _generation_before(session).personal)
+        return session.reply(metrics=session.held_out("before"))
 
 
 def train_request(
@@ -111,7 +110,7 @@ def _label(session: Session, before: Generation) -> str:
     return label_of(
         request.round, request.base_hash, request.fingerprint, before.round, before.consumed,
         bool(before.inner), request.position, request.span, request.evaluate, config,
-        session.total_steps, session.corpus.fingerprint, torch.device(session.device).type,
+        session.total_steps, session.task.data_fingerprint, torch.device(session.device).type,
     )  # fmt: skip
 
 
@@ -122,44 +121,41 @@ def _train(
     snapshots: RoundSnapshots,
     found: RoundSnapshot | None,
 ) -> tuple[Generation, Reply]:
-    request, config, model = session.request, session.config, session.bench.model
-    load_state(model, base)
+    request, config, task = session.request, session.config, session.task
+    task.load(base, request.round, lambda: before.personal)
     metrics: dict[str, float] = {}
     if found is not None:
         metrics |= found.metrics
     elif request.evaluate:
-        metrics["loss-before"], tokens = session.held_out_loss()
-        metrics["eval-tokens"] = float(tokens)
+        metrics |= session.held_out("before")
 
     torch.manual_seed(seed_of(config.seed, session.site, request.round))
-    loop = InnerLoop(model, session.inner_config())
+    loop = task.loop()
     if found is not None:
         logger.info(
             "site %s goes on in round %d after step %d",
             session.site, request.round, found.so_far.steps,
         )  # fmt: skip
-        load_state(model, found.weights)
+        load_state(task.model, found.weights)
         loop.load_state_dict(found.inner)
     elif before.inner and config.keep_optimizer:
         loop.load_state_dict(before.inner)
     consumed = found.consumed if found is not None else before.consumed
-    cursor = Cursor(len(session.corpus.train), config.seed, consumed=consumed)
-    source = BatchSource(session.corpus.train, config.batch_size, cursor)
+    cursor = Cursor(task.sequences, config.seed, consumed=consumed)
     session.watch.phase("training")
     result = loop.run(
-        lambda: source.next().to(session.device),
+        task.batches(cursor),
         steps=None if config.inner_seconds else config.inner_steps,
         seconds=config.inner_seconds or None, position=request.position, span=request.span,
         on_step=_after_step(session, loop, cursor, snapshots, dict(metrics)),
         carried=found.so_far if found is not None else None,
     )  # fmt: skip
     if request.evaluate:
-        metrics["loss-after"], _ = session.held_out_loss()
+        metrics |= session.held_out("after")
 
     session.watch.phase("encoding")
-    local = snapshot(model)
     chosen = codec(config.codec_up)
-    arrays, kind, residual = _encoded(session, base, local, before.residual)
+    arrays, kind, residual = _encoded(session, base, before.residual)
 
     metrics |= {
         "tokens": float(result.tokens), "steps": float(result.steps),
@@ -171,6 +167,7 @@ def _train(
         round=request.round, parent=before.round, key=(request.base_hash, request.fingerprint),
         consumed=cursor.consumed,
         inner=loop.state_dict() if config.keep_optimizer else {}, residual=residual,
+        personal=task.personal(),
         reply={
             name: torch.frombuffer(bytearray(blob), dtype=torch.uint8)
             for name, blob in record_blobs(arrays).items()
@@ -189,7 +186,7 @@ def _after_step(
     """What happens between two steps: word to the onlooker, now and then a snapshot."""
     config, watch = session.config, session.watch
     total = None if config.inner_seconds else config.inner_steps
-    size = 3 * sum(parameter.nbytes for parameter in session.bench.model.parameters())
+    size = 3 * sum(parameter.nbytes for parameter in session.task.model.parameters())
     pace = Pace(config.snapshot_steps, size)
 
     def after_step(step: int, loss: Tensor) -> None:
@@ -216,7 +213,6 @@ def _after_step(
 def _encoded(
     session: Session,
     base: Mapping[str, Tensor],
-    local: Mapping[str, Tensor],
     residual: Mapping[str, Tensor],
 ) -> tuple[ArrayRecord, UpdateKind, dict[str, Tensor]]:
     """The update as it is sent, what it holds, and the residual it leaves.
@@ -224,7 +220,7 @@ def _encoded(
     A lossless codec carries weights, since base - (base - local) is not local in
     fp32; but where an earlier round's codec left a residual, weights would lose it.
     """
-    config = session.config
+    config, base, local = session.config, session.task.trained_from(base), session.task.local()
     chosen = codec(config.codec_up)
     owed = config.error_feedback and any(bool(tensor.any()) for tensor in residual.values())
     if chosen.lossless and not owed:

@@ -14,7 +14,6 @@ from flower_geo.launch.options import (
     key_table,
     variables,
 )
-from flower_geo.site.work import SITE_KEYS
 
 
 def test_site_configs_are_gathered_by_number() -> None:
@@ -45,7 +44,7 @@ def test_all_keys_are_listed() -> None:
 
 
 def test_a_slip_of_a_node_key_is_refused_and_other_apps_keys_pass() -> None:
-    assert set(SITE_KEYS) <= set(NODE_KEYS)
+    assert set(DiLoCoConfig.site_keys) <= set(NODE_KEYS)
     check_node_keys([*NODE_KEYS, "learning-rate-of-another-app"])
     with pytest.raises(ConfigError, match="'dta' is not known, did you mean 'data'"):
         check_node_keys(["dta"])

@@ -18,7 +18,7 @@ import torch
 from flower_geo.errors import ConfigError, DataError, FlowerGeoError, StateLocked, TrainingError
 from flower_geo.messages import Reply
 from flower_geo.models import load_state
-from flower_geo.site import bench
+from flower_geo.site.tasks import pretrain
 from flower_geo.site.work import evaluate_request, greet_request, train_request
 from flower_geo.training import InnerLoop
 from tests.site.requests import Desk, blobs, folder_of, state_of, update
@@ -69,7 +69,7 @@ def test_a_round_is_trained_once_also_after_a_restart(
     first = train_request(desk.request(1), north)
     assert (first.round, first.version, first.fingerprint) == (1, 0, desk.config.fingerprint())
     assert first.metrics["tokens"] == 2 * 2 * 15 and first.metrics["consumed"] == 4
-    bench.workbench.cache_clear()  # what a new process starts with
+    pretrain.workbench.cache_clear()  # what a new process starts with
     request.getfixturevalue("untrained")
     again = train_request(replace(desk.request(1), attempt=2, incarnation=3), north)
     assert again.metrics == first.metrics and blobs(again) == blobs(first)
@@ -290,7 +290,7 @@ def test_weights_loaded_for_one_request_do_not_stay_for_the_next(
     desk: Desk, north: dict[str, Any], newer: dict[str, torch.Tensor]
 ) -> None:
     clean: Reply = train_request(desk.request(1), north)
-    found = bench.workbench("gpt2-nano", 0, "builtin", 16, "cpu")
+    found = pretrain.workbench("gpt2-nano", 0, "builtin", 16, "cpu")
     load_state(found.model, newer)
     again = {**north, "state-dir": north["state-dir"] + "-2"}
     assert blobs(train_request(desk.request(1), again)) == blobs(clean)

@@ -25,8 +25,9 @@ from flower_geo.compression.adaptive import AdaptiveChoice
 from flower_geo.config import DiLoCoConfig
 from flower_geo.resilience import Journal
 from flower_geo.resilience.replies import payload_hash
-from flower_geo.site import bench, work
+from flower_geo.site import work
 from flower_geo.site.state import SiteState
+from flower_geo.site.tasks import pretrain
 from tests.federation import Node
 from tests.resilience.scripted import Clock
 from tests.strategies.lines import SlowGrid, on_clock, slow_federation
@@ -45,8 +46,8 @@ class Ledger:
         self.sent: dict[str, dict[str, bytes]] = {}
         encoded = work._encoded
 
-        def noted(session: Any, base: State, local: State, residual: Mapping[str, Tensor]) -> Any:
-            made = encoded(session, base, local, residual)
+        def noted(session: Any, base: State, residual: Mapping[str, Tensor]) -> Any:
+            made, local = encoded(session, base, residual), session.task.local()
             assert made[1] == "delta"
             blobs = record_blobs(made[0])
             key = payload_hash(blobs)
@@ -101,7 +102,7 @@ class Chaos:
         elif fate in ("lost", "restart"):
             # A SuperNode that comes back has another node id and an empty memory.
             if fate == "restart":
-                bench.workbench.cache_clear()
+                pretrain.workbench.cache_clear()
             old = self.grid.nodes.pop(node)
             self.grid.nodes[node + 1000] = Node(node + 1000, old.config)
             return [] if fate == "lost" else [reply]
@@ -237,8 +238,8 @@ def test_the_chain_breaks_when_a_residual_is_not_rolled_back(
     newest: dict[str, State] = {}
     noted = work._encoded
 
-    def newest_residual(session: Any, base: State, local: State, residual: State) -> Any:
-        made = noted(session, base, local, newest.get(session.site, residual))
+    def newest_residual(session: Any, base: State, residual: State) -> Any:
+        made = noted(session, base, newest.get(session.site, residual))
         newest[session.site] = made[2]
         return made
 

@@ -62,7 +62,7 @@ class Template:
     def opened(self, config: DiLoCoConfig) -> tuple[int, list[str]]:
         """What a new life of the server finds: commits, and sites with a reply on disk."""
         strategy = DiLoCo(config)
-        with RunSession.open(config, "DiLoCo", MemoryGrid([])) as session:
+        with RunSession.open(config, strategy.terms(), MemoryGrid([])) as session:
             session.restore(self.arrays, strategy.load_outer_state, strategy.outer_state)
             found = [reply.meta.site for reply in session.folder.spool.replies(session.done + 1)]
             return session.done, found

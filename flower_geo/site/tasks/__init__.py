@@ -1,0 +1,23 @@
+"""The ways of training as a site does them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flower_geo.config import CommonConfig
+from flower_geo.site.tasks.base import Task
+from flower_geo.site.tasks.pretrain import Pretraining
+
+__all__ = ["Task", "task_for"]
+
+
+def task_for(
+    config: CommonConfig,
+    node_config: Mapping[str, Any],
+    device: str,
+    total_steps: int,
+    phase: Callable[[str], None],
+) -> Task:
+    """The task of the configuration's strategy."""
+    return Pretraining(config, node_config, device, total_steps, phase)

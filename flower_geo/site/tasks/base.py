@@ -1,0 +1,88 @@
+"""What a way of training is at a site: a model, data, what is trained and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from flower_geo.compression import Growing
+from flower_geo.config import CommonConfig
+from flower_geo.data import Cursor
+from flower_geo.training import InnerConfig, InnerLoop
+
+__all__ = ["Task", "inner_config"]
+
+
+class Task(Protocol):
+    """One site's part in a way of training.
+
+    A *version* is what the coordinator broadcasts; its tensors are in the wire's form,
+    which need not be the model's.
+
+    Attributes:
+        model: what is trained.
+        growing: names of a version's tensors that may come and go.
+        initial_hash: content hash of version 0, where the site can make it by itself.
+        tokenizer_hash, identity: what the coordinator compares with its own.
+        data_name, data_fingerprint: the site's data, for people and for snapshots.
+        sequences: training sequences, for the cursor.
+    """
+
+    model: nn.Module
+    growing: Growing
+    initial_hash: str
+    tokenizer_hash: str
+    identity: str
+    data_name: str
+    data_fingerprint: str
+    sequences: int
+
+    def initial(self) -> dict[str, Tensor]:
+        """Version 0."""
+
+    def schema(self) -> dict[str, Tensor]:
+        """Tensors with the names and shapes of a version, growing ones left out."""
+
+    def sizes(self) -> dict[str, float]:
+        """Figures of the site's data for the greeting."""
+
+    def load(
+        self,
+        base: Mapping[str, Tensor],
+        round: int,
+        personal: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        """Put a version into the model, as it is to be trained in ``round``.
+
+        ``personal`` gives what :meth:`personal` gave after the round before.
+        """
+
+    def trained_from(self, base: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The part of a version that an update of this round is taken against."""
+
+    def local(self) -> dict[str, Tensor]:
+        """What training made of that part: the same names and shapes."""
+
+    def personal(self) -> dict[str, Tensor]:
+        """Trained tensors that never leave the site."""
+
+    def loop(self) -> InnerLoop:
+        """A loop over the model's trained parameters."""
+
+    def batches(self, cursor: Cursor) -> Callable[[], Any]:
+        """Makes one batch a call, on the model's device."""
+
+    def held_out(self) -> dict[str, float]:
+        """``loss`` a token, ``eval-tokens``, and more of the site's held-out data."""
+
+
+def inner_config(config: CommonConfig, total_steps: int) -> InnerConfig:
+    """Settings of the inner loop."""
+    return InnerConfig(
+        lr=config.inner_lr, weight_decay=config.weight_decay, clip_norm=config.clip_norm,
+        warmup_steps=config.warmup_steps, total_steps=total_steps, schedule=config.schedule,
+        min_lr_ratio=config.min_lr_ratio, grad_accum=config.grad_accum,
+        precision=config.precision, optimizer=config.inner_optimizer,
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""What a way of training lays down for the run's session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flower_geo.compression import Growing, none_grows
+from flower_geo.resilience import Part, whole_base
+from flower_geo.strategies.model import RunModel
+
+__all__ = ["Terms"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a way of training lays down for its session.
+
+    Attributes:
+        name: of the strategy.
+        model: makes, checks and exports the model.
+        part: what of a base a reply is an update of.
+        growing: names of the model's tensors that may come and go.
+    """
+
+    name: str
+    model: RunModel
+    part: Part = whole_base
+    growing: Growing = none_grows
