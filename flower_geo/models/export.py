@@ -18,7 +18,7 @@ from flower_geo.models.state import check_state, check_vocab, trained_state
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["export_model"]
+__all__ = ["export_model", "write_model"]
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -49,13 +49,23 @@ def export_model(
     check_vocab(model, tokenizer)
     tensors = _full_state(model, state)
     with atomic_folder(Path(folder)) as scratch:
-        with quiet():
-            model.save_pretrained(scratch, state_dict=tensors)
-            tokenizer.save_pretrained(scratch)
-        for name in ("config.json", "generation_config.json"):
-            _name_special_tokens(scratch / name, tokenizer)
-        for path in scratch.iterdir():
-            fsync_path(path)
+        write_model(model, tensors, tokenizer, scratch)
+
+
+def write_model(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], tokenizer: Any, folder: Path
+) -> None:
+    """Fill ``folder`` with a model's config, the given tensors and the tokenizer; flush it.
+
+    Not atomic by itself: use it inside ``atomic_folder``.
+    """
+    with quiet():
+        model.save_pretrained(folder, state_dict=dict(tensors))
+        tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        _name_special_tokens(folder / name, tokenizer)
+    for path in folder.iterdir():
+        fsync_path(path)
 
 
 def _built_for(spec: str, state: Mapping[str, Tensor]) -> PreTrainedModel:

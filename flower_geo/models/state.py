@@ -19,7 +19,15 @@ from flower_geo.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["check_state", "check_vocab", "load_state", "snapshot", "trained_state", "vocab_rows"]
+__all__ = [
+    "check_state",
+    "check_vocab",
+    "listed",
+    "load_state",
+    "snapshot",
+    "trained_state",
+    "vocab_rows",
+]
 
 #: Embedding rows a model may have beyond its tokenizer: publishers pad the
 #: vocabulary to a multiple that suits their hardware (Phi-2: 905 rows).
@@ -66,9 +74,9 @@ def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Raise ``ModelError`` unless ``state`` has exactly the model's trained names and shapes."""
     trained = dict(_trained(model))
     faults = [
-        *_listed("lack", [name for name in trained if name not in state]),
-        *_listed("hold unknown", [name for name in state if name not in trained]),
-        *_listed(
+        *listed("lack", [name for name in trained if name not in state]),
+        *listed("hold unknown", [name for name in state if name not in trained]),
+        *listed(
             "have other shapes at",
             [
                 f"{name} ({tuple(state[name].shape)}, not {tuple(parameter.shape)})"
@@ -84,7 +92,8 @@ def check_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
+def listed(what: str, names: list[str]) -> list[str]:
+    """[] for no names, else one phrase: ``what``, three of them and how many more."""
     if not names:
         return []
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
