@@ -101,10 +101,13 @@ def play(
             if _over(stage) == 0:
                 break
             strike = Strike(fault.target, fault.what, round=stage.commits())
-            before, at = stage.journal(), time.monotonic()
+            before, at, clock = stage.journal(), time.monotonic(), time.time()
             strike.hit = fault.apply(stage, rng)
             if strike.hit:
                 _until(stage, strike, at, lambda n=strike.round: stage.commits() > n)  # type: ignore[misc]
+                # A fault takes its time, and the commit may have come within it.
+                if (committed := stage.committed_at(strike.round)) is not None:
+                    strike.seconds = max(committed - clock, 0.0)
             after = stage.journal()
             strike.lost = 0 if after.startswith(before) else before.count(b"\n")
             seen = max(seen, after, key=len)

@@ -174,6 +174,11 @@ class Stage:
         """Commit lines in the journal."""
         return self.journal().count(b'"what": "commit"')
 
+    def committed_at(self, number: int) -> float | None:
+        """Unix time of the commit line after ``number`` others; None when there is none."""
+        lines = [line for line in self.journal().splitlines() if b'"what": "commit"' in line]
+        return float(json.loads(lines[number])["time"]) if number < len(lines) else None
+
     # -- parts -----------------------------------------------------------------
 
     def tend(self) -> None:
