@@ -6,13 +6,14 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
-from flower_geo.compression import Broadcaster, codec, content_hash, unpack
+from flower_geo.compression import Broadcaster, content_hash, unpack
 from flower_geo.config import DiLoCoConfig, parse
 from flower_geo.durable import read_sealed
 from flower_geo.errors import FlowerGeoError
@@ -21,6 +22,8 @@ from flower_geo.observe import read_metrics
 from flower_geo.resilience import Journal
 from flower_geo.resilience.spool import ReplyMeta, SpooledReply
 from flower_geo.strategies import DiLoCo, initial_arrays
+from flower_geo.strategies.links import Links
+from tests.chaos.retraining import Version, check_sites
 from tests.chaos.stage import Stage
 
 __all__ = ["Findings", "check_ended", "check_run"]
@@ -37,21 +40,28 @@ class Findings:
         repeated: commit lines of a round that was committed before; a damaged
             newest checkpoint makes the run go back one round.
         replayed: rounds whose replay gave the journal's hash.
+        retrained: replies that a site, trained again without faults, sent as well.
     """
 
     problems: list[str] = field(default_factory=list)
     repeated: int = 0
     replayed: int = 0
+    retrained: int = 0
 
 
-def check_run(folder: Path, kept: Path, seen: bytes, *, flipped: bool = False) -> Findings:
-    """Journal, weights and data of a run.
+def check_run(
+    folder: Path, kept: Path, seen: bytes, nodes: Mapping[str, Mapping[str, Any]],
+    *, flipped: bool = False, forgot: bool = False,
+) -> Findings:  # fmt: skip
+    """Journal, weights, data and residuals of a run.
 
     Args:
         folder: the run folder.
         kept: replies that were folded, in a folder each.
         seen: whole journal lines seen while the run went on.
+        nodes: node-config by site.
         flipped: a checkpoint was damaged, so that a round may be done twice.
+        forgot: a site's state was damaged, so that it may have begun it anew.
     """
     found = Findings()
     if not (folder / "journal.jsonl").read_bytes().startswith(seen):
@@ -61,7 +71,8 @@ def check_run(folder: Path, kept: Path, seen: bytes, *, flipped: bool = False) -
     except FlowerGeoError as error:
         found.problems.append(str(error))
         return found
-    config = parse(DiLoCoConfig, json.loads((folder / "config.json").read_text())["config"])
+    stored = json.loads((folder / "config.json").read_text())
+    config = parse(DiLoCoConfig, stored["config"])
     commits = [entry for entry in entries if entry["what"] == "commit"]
     final = {entry["round"]: entry for entry in commits}  # a repeated round: the newest counts
     found.repeated = len(commits) - len(final)
@@ -78,7 +89,12 @@ def check_run(folder: Path, kept: Path, seen: bytes, *, flipped: bool = False) -
             found.problems.append(f"a reply of round {round} was not kept: {error}")
             return found
     found.problems += _check_data(config, replies)
-    _check_replay(config, folder, final, replies, found)
+    versions = _check_replay(config, folder, final, replies, found)
+    if len(versions) > config.rounds:
+        problems, found.retrained = check_sites(
+            config, stored["uid"], replies, versions, nodes, forgot=forgot
+        )
+        found.problems += problems
     ends = [e for e in read_metrics(folder / "metrics.jsonl") if e["event"] == "end"]
     if not ends or ends[-1]["status"] != "completed":
         found.problems.append("the metrics do not end with a completed run")
@@ -118,18 +134,20 @@ def _check_data(config: DiLoCoConfig, replies: dict[int, list[SpooledReply]]) ->
 def _check_replay(
     config: DiLoCoConfig, folder: Path, final: dict[int, dict[str, Any]],
     replies: dict[int, list[SpooledReply]], found: Findings,
-) -> None:  # fmt: skip
-    """The same replies folded again give the same bits in every round."""
-    strategy = DiLoCo(config)
-    down = codec(config.codec_down)
-    caster = Broadcaster(down, unpack(initial_arrays(config)), window=8, own=True)
+) -> dict[int, Version]:  # fmt: skip
+    """The same replies folded again give the same bits in every round; all versions in between."""
+    strategy, links = DiLoCo(config), Links(config, {})
+    caster = Broadcaster(links.down(0), unpack(initial_arrays(config)), window=8, own=True)
+    versions: dict[int, Version] = {0: (caster.hash, caster.shadow)}
     for round in sorted(final):
         in_order = sorted(replies[round], key=lambda reply: reply.meta.site)
-        following = strategy.next_model(caster.master, caster.shadow, in_order)
-        caster.advance(following, codec=down, own=True)
+        master = caster.carried(config.downlink_decay)
+        following = strategy.next_model(master, caster.shadow, in_order)
+        caster.advance(following, codec=links.down(round), own=True)
         if content_hash(caster.master) != final[round]["hash"]:
             found.problems.append(f"the replay of round {round} gives other weights")
-            return
+            return versions
+        versions[round] = (caster.hash, caster.shadow)
         found.replayed += 1
     stored = load_file(folder / "model" / "model.safetensors")
     same = [name for name in stored if name in caster.master]
@@ -137,6 +155,7 @@ def _check_replay(
         stored[name].numpy().tobytes() != caster.master[name].numpy().tobytes() for name in same
     ):
         found.problems.append("the exported model is not the one that was committed last")
+    return versions
 
 
 def check_ended(stage: Stage) -> list[str]:

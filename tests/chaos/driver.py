@@ -55,6 +55,7 @@ class Played:
     notes: list[str] = field(default_factory=list)
     repeated: int = 0
     replayed: int = 0
+    retrained: int = 0
     seconds: float = 0.0
 
     def json(self) -> dict[str, Any]:
@@ -118,14 +119,18 @@ def play(
         if _over(stage) != 0:
             played.problems.append(f"the run did not come to its end (code {_over(stage)})")
         played.notes = stage.notes
-    flipped = any(s.what == "flip checkpoint" and s.hit for s in played.strikes)
+    hit = {strike.what for strike in played.strikes if strike.hit}
     findings = Findings()
     if (stage.run_folder / "journal.jsonl").exists():
-        findings = check_run(stage.run_folder, folder / "kept", seen, flipped=flipped)
+        findings = check_run(
+            stage.run_folder, folder / "kept", seen, stage.nodes(),
+            flipped="flip checkpoint" in hit, forgot="flip generation" in hit,
+        )  # fmt: skip
     else:
         played.problems.append("there is no journal")
     played.problems += findings.problems + check_ended(stage)
     played.repeated, played.replayed = findings.repeated, findings.replayed
+    played.retrained = findings.retrained
     played.seconds = time.monotonic() - began
     return played
 

@@ -174,6 +174,11 @@ class Stage:
         """Commit lines in the journal."""
         return self.journal().count(b'"what": "commit"')
 
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Node-config by site, to train again in another process."""
+        cache = {"cache-dir": str(self.folder / "cache")}
+        return {node.name: node.node_config | cache for node in self.cluster.supernodes}
+
     def committed_at(self, number: int) -> float | None:
         """Unix time of the commit line after ``number`` others; None when there is none."""
         lines = [line for line in self.journal().splitlines() if b'"what": "commit"' in line]
