@@ -6,19 +6,32 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.checker import Findings, check_ended, check_run
-from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.faults import AMONG_OTHERS, FAULTS, PARTS, Fault, kill
 from tests.chaos.stage import Stage
 
-__all__ = ["Played", "Strike", "deck", "play"]
+__all__ = ["Played", "Strike", "Volley", "deck", "play", "volleys"]
 
 #: Seconds until the next commit after which the run counts as stuck.
 STUCK = 420.0
+#: Seconds a volley looks for parts that are not there.
+VOLLEY = 20.0
 #: Times a run that ended badly is started again by hand.
 BY_HAND = 3
+
+
+@dataclass(frozen=True)
+class Volley:
+    """Parts that are killed within seconds of each other.
+
+    What is killed later may be what just recovers from the kill before.
+    """
+
+    parts: tuple[str, ...]
 
 
 @dataclass
@@ -27,6 +40,7 @@ class Strike:
 
     Attributes:
         target, what: the fault.
+        at: when it began, Unix seconds.
         hit: whether there was something to do it to.
         round: rounds committed before it.
         seconds: from the fault to the next commit, or to the end of a run that
@@ -37,6 +51,7 @@ class Strike:
 
     target: str
     what: str
+    at: float = 0.0
     hit: bool = False
     round: int = 0
     seconds: float | None = None
@@ -72,9 +87,16 @@ def deck(seed: int, *, slow: bool) -> Iterator[Fault]:
         yield from cards
 
 
+def volleys() -> Iterator[Volley]:
+    """Every part within seconds, again and again; the run's seed decides the order."""
+    while True:
+        yield Volley(PARTS)
+
+
 def play(
-    folder: Path, seed: int, faults: Sequence[Fault], *, rounds: int = 0, sites: int = 3,
+    folder: Path, seed: int, faults: Sequence[Fault | Volley], *, rounds: int = 0, sites: int = 3,
     database: bool = False, say: Callable[[str], None] = lambda line: None,
+    over: Callable[[], bool] = lambda: False,
 ) -> Played:  # fmt: skip
     """One run under the faults, then all checks.
 
@@ -82,14 +104,16 @@ def play(
         folder: a new folder for everything.
         seed: of moments and choices, and of the run.
         faults: done in this order, each after the commit that followed the last.
-        rounds: of the run; two more than faults by default.
+        rounds: of the run; two more than faults by default, and one more a volley.
         sites: SuperNodes.
         database: the SuperLink has a memory on disk.
         say: takes a line a fault.
+        over: no further fault, only the run's end.
     """
     rng, played, began = random.Random(seed), Played(seed, database), time.monotonic()
+    usual = len(faults) + sum(isinstance(fault, Volley) for fault in faults) + 2
     stage = Stage(
-        folder, sites=sites, rounds=rounds or len(faults) + 2, seed=seed, database=database,
+        folder, sites=sites, rounds=rounds or usual, seed=seed, database=database,
         settings={"max-staleness": 2 * (seed // 2 % 2)},  # late replies are folded, or not
     )  # fmt: skip
     seen = b""
@@ -99,21 +123,19 @@ def play(
         _wait(stage.submitted, 120.0)
         for fault in faults:
             time.sleep(rng.uniform(0.0, 8.0))
-            if _over(stage) == 0:
+            if _over(stage) == 0 or over():
                 break
-            strike = Strike(fault.target, fault.what, round=stage.commits())
-            before, at, clock = stage.journal(), time.monotonic(), time.time()
-            strike.hit = fault.apply(stage, rng)
-            if strike.hit:
-                _until(stage, strike, at, lambda n=strike.round: stage.commits() > n)  # type: ignore[misc]
-                # A fault takes its time, and the commit may have come within it.
-                if (committed := stage.committed_at(strike.round)) is not None:
-                    strike.seconds = max(committed - clock, 0.0)
-            after = stage.journal()
-            strike.lost = 0 if after.startswith(before) else before.count(b"\n")
-            seen = max(seen, after, key=len)
-            played.strikes.append(strike)
-            say(_line(seed, strike))
+            if isinstance(fault, Volley):
+                strikes = _volley(stage, fault, rng)
+            else:
+                strikes = [
+                    _strike(stage, fault.target, fault.what, partial(fault.apply, stage, rng))
+                ]
+            _await_commit(stage, strikes)
+            seen = max(seen, stage.journal(), key=len)
+            played.strikes += strikes
+            for strike in strikes:
+                say(_line(seed, strike))
         ending = Strike("", "")
         _until(stage, ending, time.monotonic(), lambda: False)
         if _over(stage) != 0:
@@ -133,6 +155,64 @@ def play(
     played.retrained = findings.retrained
     played.seconds = time.monotonic() - began
     return played
+
+
+def _strike(stage: Stage, target: str, what: str, apply: Callable[[], bool]) -> Strike:
+    """Do one fault and look at once whether the journal is what it was, or more."""
+    strike = Strike(target, what, round=stage.commits(), at=time.time())
+    before = stage.journal()
+    strike.hit = apply()
+    strike.lost = _gone(before, stage.journal())
+    return strike
+
+
+def _volley(stage: Stage, volley: Volley, rng: random.Random) -> list[Strike]:
+    """Kill parts within seconds of each other, those of sites at one site.
+
+    Each time one of those that are there.  A SuperNode, which takes its ClientApp and
+    worker with it, comes after these.
+    """
+    site, strikes, left = rng.randrange(len(stage.cluster.supernodes)), list[Strike](), volley.parts
+    deadline = time.monotonic() + VOLLEY
+    while left and _over(stage) != 0:
+        late = time.monotonic() >= deadline
+        there = [part for part in left if stage.pids(part, site)]
+        ready = there if late or not {"clientapp", "worker"} & {*left} else [
+            part for part in there if part != "supernode"
+        ]  # fmt: skip
+        if ready:
+            part = rng.choice(ready)
+            left = tuple(each for each in left if each != part)
+            one = partial(kill, stage, rng, part, site)
+            strikes.append(_strike(stage, part, AMONG_OTHERS, one))
+            time.sleep(rng.uniform(0.0, 2.0))
+        elif late:
+            break
+        else:
+            time.sleep(0.05)
+    return strikes
+
+
+def _await_commit(stage: Stage, strikes: Sequence[Strike]) -> None:
+    """Wait for a commit after the last of the faults, and note what each of them cost."""
+    hit = [strike for strike in strikes if strike.hit]
+    if not hit:
+        return
+    before, last = stage.journal(), hit[-1]
+    _until(stage, last, time.monotonic(), lambda: stage.commits() > last.round)
+    lost = _gone(before, stage.journal())
+    for strike in hit:
+        strike.lost = max(strike.lost, lost)
+        # A fault takes its time, and the commit may have come within it.
+        if (committed := stage.committed_at(strike.round)) is not None:
+            strike.seconds = max(committed - strike.at, 0.0)
+        elif last.seconds is not None:  # the run was over: all was committed already
+            strike.seconds = time.time() - strike.at
+
+
+def _gone(before: bytes, after: bytes) -> int:
+    """Journal lines that stood there before and do not any more."""
+    return 0 if after.startswith(before) else before.count(b"\n")
 
 
 def _wait(reached: Callable[[], bool], seconds: float) -> None:

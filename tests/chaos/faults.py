@@ -15,7 +15,7 @@ import psutil
 
 from tests.chaos.stage import Stage, start_member
 
-__all__ = ["FAULTS", "Fault", "named"]
+__all__ = ["AMONG_OTHERS", "FAULTS", "PARTS", "Fault", "kill", "named", "pairs"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Fault:
 
 
 def _find(
-    stage: Stage, target: str, rng: random.Random, seconds: float = 45.0
+    stage: Stage, target: str, rng: random.Random, site: int | None = None, seconds: float = 45.0
 ) -> tuple[psutil.Process | None, int]:
     """A part and its site; it may take a moment until there is one."""
-    sites = list(range(len(stage.cluster.supernodes)))
+    sites = list(range(len(stage.cluster.supernodes))) if site is None else [site]
     rng.shuffle(sites)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -57,32 +57,41 @@ def _find(
     return None, 0
 
 
-def _kill(target: str) -> Callable[[Stage, random.Random], bool]:
-    def apply(stage: Stage, rng: random.Random) -> bool:
-        part, site = _find(stage, target, rng)
-        if part is None:
-            return False
-        away = rng.uniform(0.0, 6.0)
-        member = {
-            "superlink": stage.cluster.superlink, "supernode": stage.cluster.supernodes[site],
-        }.get(target)  # fmt: skip
-        if member is not None:
-            stage.down.add(member.name)
-        with suppress(psutil.Error):
-            part.kill()
-        if member is not None:
-            start_member(member, away)
-            if target == "superlink":
-                member.wait()
-            stage.down.discard(member.name)
-        elif target == "supervisor":
-            assert stage.run is not None
-            stage.run.wait()
-            time.sleep(away)
-            stage.attach()
-        return True
+def kill(stage: Stage, rng: random.Random, target: str, at: int | None = None) -> bool:
+    """Kill -9 a part, and start again what nothing else starts again.
 
-    return apply
+    Args:
+        stage: where.
+        rng: decides the site, and for how long a part stays away.
+        target: the part.
+        at: its site; by default any that has one.
+    """
+    part, site = _find(stage, target, rng, at, 45.0 if at is None else 1.0)
+    if part is None:
+        return False
+    away = rng.uniform(0.0, 3.0 if at is not None else 6.0)
+    member = {
+        "superlink": stage.cluster.superlink, "supernode": stage.cluster.supernodes[site],
+    }.get(target)  # fmt: skip
+    if member is not None:
+        stage.down.add(member.name)
+    with suppress(psutil.Error):
+        part.kill()
+    if member is not None:
+        start_member(member, away)
+        if target == "superlink":
+            member.wait()
+        stage.down.discard(member.name)
+    elif target == "supervisor":
+        assert stage.run is not None
+        stage.run.wait()
+        time.sleep(away)
+        stage.attach()
+    return True
+
+
+def _kill(target: str) -> Callable[[Stage, random.Random], bool]:
+    return lambda stage, rng: kill(stage, rng, target)
 
 
 def _stop(target: str, seconds: float) -> Callable[[Stage, random.Random], bool]:
@@ -223,6 +232,15 @@ FAULTS: tuple[Fault, ...] = (
     *(Fault("reply", how, _misbehave(how))
       for how in ("nan", "spoilt", "hostile", "stale", "duplicate")),
 )  # fmt: skip
+
+
+#: A kill within a volley: others follow or precede it by seconds.
+AMONG_OTHERS = "kill -9 among others"
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every target and fault the driver can do."""
+    return [(f.target, f.what) for f in FAULTS] + [(part, AMONG_OTHERS) for part in PARTS]
 
 
 def named(name: str) -> Fault:
