@@ -39,12 +39,11 @@ EVAL_TOKENS = 32_768
 
 LOAD = """
 import json, sys, time
-from flower_geo.site import work
-from flower_geo.config import DiLoCoConfig
+import flower_geo.site.work
 from flower_geo.data import data_spec, load_tokenizer, prepare
 from flower_geo.site.bench import workbench
 from flower_geo.site.identity import cache_folder
-work.load_state, workbench(sys.argv[1], 0, "builtin", 128, "cpu")
+workbench(sys.argv[1], 0, "builtin", 128, "cpu")
 prepare(data_spec("builtin", {}, 0, 2), load_tokenizer(), seq_len=128, cache_dir=cache_folder({}))
 print(json.dumps(time.time()))
 """
@@ -96,6 +95,7 @@ class Kill:
         logged: letters in the workers' log by then.
         after: the step it went on after.
         seconds: until the next step was done.
+        loading: of these, from the new process's first word until it trained.
     """
 
     site: int
@@ -105,6 +105,7 @@ class Kill:
     logged: int
     after: int = 0
     seconds: float = 0.0
+    loading: float = 0.0
 
 
 def worker_kills(sizes: Sizes) -> list[Kill]:
@@ -143,19 +144,27 @@ def _kill_in_round(deployment: Deployment, round: int, chosen: dict[int, int]) -
                 went_on = re.findall(rf"goes on in round {round} after step (\d+)", new)
                 kill.after = int(went_on[-1]) if went_on else 0
                 kill.seconds = beats[0]["time"] - kill.at
+                kill.loading = _moment(new, "training") - _moment(new, "worker at")
                 done.append(kill)
                 del open[site]
         time.sleep(0.02)
     return done
 
 
+def _moment(log: str, word: str) -> float:
+    """Unix time of the first line that begins with a word."""
+    found = re.findall(rf"^(\S+ \S+),(\d+) \d+ {word}", log, re.MULTILINE)
+    moment, milliseconds = found[0]
+    return time.mktime(time.strptime(moment, "%Y-%m-%d %H:%M:%S")) + int(milliseconds) / 1000
+
+
 def load_seconds(times: int = 3) -> float:
-    """What a new process takes until model, tokenizer and data are there; the least of several."""
+    """What a process takes to load libraries, model and data where nothing else is at work."""
     found = []
     for _ in range(times):
         began = time.time()
         found.append(float(run_python(LOAD, SETTINGS["model"])) - began)
-    return min(found)
+    return median(found)
 
 
 # -- a site dies in each round ---------------------------------------------------
@@ -248,7 +257,8 @@ def main(quick: bool = False) -> dict[str, Any]:
     figures = {
         "steps_lost": [kill.step - kill.after for kill in kills],
         "snapshot_steps": sizes.snapshot_steps, "seconds_to_go_on": [k.seconds for k in kills],
-        "seconds_load": load, "calm": calm, "dying": dying, "outside": warm,
+        "seconds_loading": [kill.loading for kill in kills], "seconds_load_apart": load,
+        "calm": calm, "dying": dying, "outside": warm,
         "wall_ratio": dying["seconds"] / calm["seconds"],
         "loss_difference": dying["loss"] / calm["loss"] - 1, "quick": quick,
         "minutes": (time.monotonic() - began) / 60,
@@ -259,18 +269,18 @@ def main(quick: bool = False) -> dict[str, Any]:
 
 
 def _text(figures: dict[str, Any], sizes: Sizes) -> str:
-    lost, seconds, load = (
-        figures["steps_lost"], figures["seconds_to_go_on"], figures["seconds_load"],
+    lost, seconds, loading = (
+        figures["steps_lost"], figures["seconds_to_go_on"], figures["seconds_loading"],
     )  # fmt: skip
+    beyond = [whole - part for whole, part in zip(seconds, loading, strict=True)]
     calm, dying, outside = figures["calm"], figures["dying"], figures["outside"]
     rows = [
-        [f"steps lost, median and most of {len(lost)} kills",
-         f"{median(lost):g}, {max(lost)}", f"at most {sizes.snapshot_steps}"],
-        ["seconds until the next step was done, median and most",
-         f"{median(seconds):.1f}, {max(seconds):.1f}", ""],
-        ["of these, loading libraries, model and data", f"{load:.1f}", ""],
-        ["beyond loading, median and most",
-         f"{median(seconds) - load:.1f}, {max(seconds) - load:.1f}", "at most 5"],
+        [f"steps lost, of {len(lost)} kills", f"{median(lost):g}", max(lost),
+         f"at most {sizes.snapshot_steps}"],
+        ["seconds until the next step was done", median(seconds), max(seconds), ""],
+        ["of these, loading libraries, model and data", median(loading), max(loading), ""],
+        ["beyond loading", median(beyond), max(beyond), "at most 5"],
+        ["loading in a process by itself", figures["seconds_load_apart"], "", ""],
     ]  # fmt: skip
     both = [
         [name, len(run["killed"]), run["seconds"], median(run["rounds"]),
@@ -283,7 +293,7 @@ def _text(figures: dict[str, Any], sizes: Sizes) -> str:
             f"gpt2-nano with 1024 tokens a step on real processes of one machine, each site tied "
             f"to a core. A worker killed with -9 within a round of {sizes.kill_steps} steps, "
             f"snapshot-steps={sizes.snapshot_steps}:",
-            table(["a worker is killed", "measured", "wanted"], rows),
+            table(["a worker is killed", "median", "most", "wanted"], rows),
             f"Four sites, {sizes.dying_rounds} rounds of {sizes.dying_steps} steps, {values}; in "
             "each round another site loses SuperNode, ClientApp and worker and is started again "
             "at once. Seconds are from the greeting to the last commit; the loss is held-out, "
