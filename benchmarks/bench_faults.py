@@ -71,7 +71,7 @@ class Sizes:
     kill_steps: int = 120
     snapshot_steps: int = 25
     dying_rounds: int = 5
-    dying_steps: int = 80
+    dying_steps: int = 70
     warm_rounds: int = 6
     warm_steps: int = 20
 

@@ -36,9 +36,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1, help="of the first run")
     parser.add_argument("--faults", type=int, default=6, help="faults or volleys a run")
+    parser.add_argument(
+        "--kills", type=int, help="the lane of kills goes on until so many, for up to as long "
+        "again; 100 in half an hour",
+    )  # fmt: skip
     parser.add_argument("--only", action="append", help="such as 'superlink:kill -9'; one lane")
     parser.add_argument("--quick", action="store_true", help="no fault that takes a minute")
     parser.add_argument("--lane", choices=("both", "matrix", "kills"), default="both")
+    parser.add_argument("--part", action="store_true", help="somebody else writes chaos.json")
     parser.add_argument(
         "--keep", action="store_true", help="keep the folders of runs that went badly"
     )
@@ -49,7 +54,7 @@ def main() -> int:
         runs = _lane(chosen, chosen.lane if not chosen.only else "matrix")
         return 1 if any(run.problems for run in runs) else 0
     _of_lane("kills").unlink(missing_ok=True)  # of an earlier call
-    command = [sys.executable, "-m", "tests.chaos", *sys.argv[1:], "--lane", "kills"]
+    command = [sys.executable, "-m", "tests.chaos", *sys.argv[1:], "--lane", "kills", "--part"]
     with subprocess.Popen(command) as other:
         try:
             runs = _lane(chosen, "matrix")
@@ -64,25 +69,34 @@ def main() -> int:
 
 def _lane(chosen: argparse.Namespace, lane: str) -> list[Played]:
     """Runs, one after the other, until the time is up."""
-    until, runs = time.monotonic() + 60 * chosen.minutes, list[Played]()
+    began, runs = time.monotonic(), list[Played]()
+    wanted = 0
+    if lane == "kills":
+        wanted = round(chosen.minutes * 100 / 30) if chosen.kills is None else chosen.kills
+
+    def over(*more: Played) -> bool:
+        share = (time.monotonic() - began) / (60 * chosen.minutes)
+        return share >= 2 or (share >= 1 and sum(run.kills for run in (*runs, *more)) >= wanted)
+
     seed = chosen.seed + (KILLS_SEED if lane == "kills" else 0)
     singles, threes = deck(seed, slow=not chosen.quick), volleys()
     cards: Iterator[Fault | Volley] = threes if lane == "kills" else singles
-    while time.monotonic() < until:
+    while not over():
         faults: list[Fault | Volley] = [named(name) for name in chosen.only or ()]
         played = _played(
-            seed, faults or [next(cards) for _ in range(chosen.faults)], chosen.keep,
-            lambda: time.monotonic() >= until,
-        )  # fmt: skip
+            seed, faults or [next(cards) for _ in range(chosen.faults)], chosen.keep, over
+        )
         runs.append(played)
         seed += 1
         _of_lane(lane).write_text(json.dumps([run.json() for run in runs], indent=1))
-        _store(runs + (_read("kills") if lane == "matrix" and chosen.lane == "both" else []))
+        if not chosen.part:
+            both = chosen.lane == "both" and not chosen.only
+            _store(runs + (_read("kills") if both else []))
     return runs
 
 
 def _played(
-    seed: int, faults: list[Fault | Volley], keep: bool, over: Callable[[], bool]
+    seed: int, faults: list[Fault | Volley], keep: bool, over: Callable[[Played], bool]
 ) -> Played:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     played = play(folder / "stage", seed, faults, database=seed % 2 == 0, say=_say, over=over)
@@ -165,7 +179,7 @@ def _store(runs: list[Played]) -> None:
         "figures": {
             "matrix": summary(strikes), "runs": [run.json() for run in runs],
             "faults": len(strikes),
-            "kills": sum(strike.what.startswith("kill -9") for strike in strikes),
+            "kills": sum(run.kills for run in runs),
             "lost": sum(strike.lost for strike in strikes),
             "replayed": sum(run.replayed for run in runs),
             "retrained": sum(run.retrained for run in runs),

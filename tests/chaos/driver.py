@@ -19,7 +19,7 @@ __all__ = ["Played", "Strike", "Volley", "deck", "play", "volleys"]
 #: Seconds until the next commit after which the run counts as stuck.
 STUCK = 420.0
 #: Seconds a volley looks for parts that are not there.
-VOLLEY = 20.0
+VOLLEY = 45.0
 #: Times a run that ended badly is started again by hand.
 BY_HAND = 3
 
@@ -73,6 +73,11 @@ class Played:
     retrained: int = 0
     seconds: float = 0.0
 
+    @property
+    def kills(self) -> int:
+        """Kills that hit something."""
+        return sum(strike.hit and strike.what.startswith("kill -9") for strike in self.strikes)
+
     def json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
@@ -96,7 +101,7 @@ def volleys() -> Iterator[Volley]:
 def play(
     folder: Path, seed: int, faults: Sequence[Fault | Volley], *, rounds: int = 0, sites: int = 3,
     database: bool = False, say: Callable[[str], None] = lambda line: None,
-    over: Callable[[], bool] = lambda: False,
+    over: Callable[[Played], bool] = lambda played: False,
 ) -> Played:  # fmt: skip
     """One run under the faults, then all checks.
 
@@ -108,7 +113,7 @@ def play(
         sites: SuperNodes.
         database: the SuperLink has a memory on disk.
         say: takes a line a fault.
-        over: no further fault, only the run's end.
+        over: of what was done so far, says that no further fault is wanted.
     """
     rng, played, began = random.Random(seed), Played(seed, database), time.monotonic()
     usual = len(faults) + sum(isinstance(fault, Volley) for fault in faults) + 2
@@ -123,7 +128,7 @@ def play(
         _wait(stage.submitted, 120.0)
         for fault in faults:
             time.sleep(rng.uniform(0.0, 8.0))
-            if _over(stage) == 0 or over():
+            if _over(stage) == 0 or over(played):
                 break
             if isinstance(fault, Volley):
                 strikes = _volley(stage, fault, rng)
