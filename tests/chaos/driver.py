@@ -178,6 +178,8 @@ def _volley(stage: Stage, volley: Volley, rng: random.Random) -> list[Strike]:
     worker with it, comes after these.
     """
     site, strikes, left = rng.randrange(len(stage.cluster.supernodes)), list[Strike](), volley.parts
+    # Where a run only begins there is little to kill: single faults see to that.
+    _wait(lambda: bool(stage.pids("serverapp", site) and stage.pids("worker", site)), 2 * VOLLEY)
     deadline = time.monotonic() + VOLLEY
     while left and _over(stage) != 0:
         late = time.monotonic() >= deadline
