@@ -52,10 +52,11 @@ def _summary(figures: Mapping[str, Any]) -> str:
         "that the journal held every line seen before and was whole, that folding the same "
         f"replies again gave the same bits ({figures['replayed']} rounds), that sites trained "
         f"again without faults sent the same bytes ({figures['retrained']} replies) from data "
-        "used once each, that sum decoded + residual = sum given at each site, and that no "
-        "process, port, lock or unfinished file was left.\n\n"
-        "A round took some seconds of training, so the seconds are those of noticing and "
-        "starting again.\n"
+        "used once each, that sum decoded + residual = sum given at each site (since its state "
+        "was damaged, where that was the fault), and that no process, port, lock or unfinished "
+        "file was left.\n\n"
+        "Training takes less than a second a round here: the seconds are those of Flower's "
+        "messages, of noticing, and of starting again.\n"
     )
 
 
