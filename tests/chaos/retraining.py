@@ -145,9 +145,10 @@ class _Replay:
         given: State = {}
         encoded = work._encoded
 
-        def noted(session: Any, base: State, local: State, residual: State) -> Any:
+        def noted(session: Any, base: State, residual: State) -> Any:
+            local = session.task.local()
             given.update({name: base[name] - local[name] for name in base})
-            return encoded(session, base, local, residual)
+            return encoded(session, base, residual)
 
         with self.state:
             hash, weights = self.versions[request.version]

@@ -161,9 +161,9 @@ def test_a_site_that_trains_otherwise_is_seen(
 ) -> None:
     encoded = work._encoded
 
-    def twice(session: Any, base: Any, local: Any, residual: Any) -> Any:
+    def twice(session: Any, base: Any, residual: Any) -> Any:
         doubled = {name: 2 * tensor for name, tensor in residual.items()}
-        return encoded(session, base, local, doubled)
+        return encoded(session, base, doubled)
 
     monkeypatch.setattr(work, "_encoded", twice)
     found = _check(played)
