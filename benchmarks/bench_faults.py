@@ -41,7 +41,7 @@ LOAD = """
 import json, sys, time
 import flower_geo.site.work
 from flower_geo.data import data_spec, load_tokenizer, prepare
-from flower_geo.site.bench import workbench
+from flower_geo.site.tasks.pretrain import workbench
 from flower_geo.site.identity import cache_folder
 workbench(sys.argv[1], 0, "builtin", 128, "cpu")
 prepare(data_spec("builtin", {}, 0, 2), load_tokenizer(), seq_len=128, cache_dir=cache_folder({}))
