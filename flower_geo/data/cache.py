@@ -23,14 +23,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flower_geo.data.corpus import Tokens
 from flower_geo.errors import DataError
 
-__all__ = ["VERSION", "Prepared", "open_or_build"]
+__all__ = ["VERSION", "Prepared", "kept", "open_or_build"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ VERSION = 1
 
 _TEMPORARY = ".tmp-"
 _ABANDONED_SECONDS = 24 * 3600.0
+
+_Opened = TypeVar("_Opened")
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,44 @@ def open_or_build(
     Raises:
         DataError: the folder cannot be written, or what `build` raises.
     """
+
+    def fill(folder: Path) -> None:
+        meta: dict[str, Any] = {"version": VERSION, "dtype": dtype.str, "parted": build(folder)}
+        for part in ("train", "held_out"):
+            with (folder / f"{part}.bin").open("rb") as handle:
+                digest = hashlib.file_digest(handle, "sha256").hexdigest()
+                os.fsync(handle.fileno())
+                count = handle.tell() // dtype.itemsize
+            meta[part] = {"tokens": count, "sha256": digest}
+        with (folder / "meta.json").open("w", encoding="utf-8") as text:
+            json.dump(meta, text, indent=1)
+            text.flush()
+            os.fsync(text.fileno())
+
+    return kept(cache_dir, key, lambda entry: _open(entry, dtype), fill)
+
+
+def kept(
+    cache_dir: Path,
+    key: str,
+    opened: Callable[[Path], _Opened | None],
+    fill: Callable[[Path], None],
+) -> _Opened:
+    """Open entry `key` of any kind, building it when it is missing or damaged.
+
+    Args:
+        cache_dir: folder of all entries; made when missing, for this user only.
+        key: file-name-safe name of the entry.
+        opened: opens a finished folder; None when it is not there or not whole.
+        fill: writes all of the entry, flushed, into the folder it is given.
+
+    Raises:
+        DataError: the folder cannot be written, or what `fill` raises.
+    """
     entry = cache_dir / key
     try:
-        return _open(entry, dtype) or _build(cache_dir, entry, dtype, build)
+        found = opened(entry)
+        return _build(cache_dir, entry, opened, fill) if found is None else found
     except OSError as error:
         raise DataError(
             f"cannot write the data cache {cache_dir}: {error.strerror or error}; free space "
@@ -105,34 +142,28 @@ def _open(entry: Path, dtype: np.dtype[Any]) -> Prepared | None:
 
 
 def _build(
-    cache_dir: Path, entry: Path, dtype: np.dtype[Any], build: Callable[[Path], str]
-) -> Prepared:
+    cache_dir: Path,
+    entry: Path,
+    opened: Callable[[Path], _Opened | None],
+    fill: Callable[[Path], None],
+) -> _Opened:
     cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     _sweep(cache_dir)
     # mkdtemp makes a folder that only this user can enter: tokens are the site's text.
     folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=cache_dir))
     try:
-        meta: dict[str, Any] = {"version": VERSION, "dtype": dtype.str, "parted": build(folder)}
-        for part in ("train", "held_out"):
-            with (folder / f"{part}.bin").open("rb") as handle:
-                digest = hashlib.file_digest(handle, "sha256").hexdigest()
-                os.fsync(handle.fileno())
-                count = handle.tell() // dtype.itemsize
-            meta[part] = {"tokens": count, "sha256": digest}
-        with (folder / "meta.json").open("w", encoding="utf-8") as text:
-            json.dump(meta, text, indent=1)
-            text.flush()
-            os.fsync(text.fileno())
+        fill(folder)
         # Mapped before it is renamed: what others do to the entry cannot touch it any more.
-        mine = _open(folder, dtype)
+        mine = opened(folder)
         if mine is None:
             raise OSError(f"{folder.name} does not keep what is written to it")
-        return _put(folder, entry, dtype) or mine
+        theirs = _put(folder, entry, opened)
+        return mine if theirs is None else theirs
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _put(folder: Path, entry: Path, dtype: np.dtype[Any]) -> Prepared | None:
+def _put(folder: Path, entry: Path, opened: Callable[[Path], _Opened | None]) -> _Opened | None:
     """Rename the finished folder to its place, unless a whole entry is there: return that."""
     try:
         folder.rename(entry)
@@ -140,7 +171,7 @@ def _put(folder: Path, entry: Path, dtype: np.dtype[Any]) -> Prepared | None:
     except OSError:
         if not entry.exists():
             raise
-    theirs = _open(entry, dtype)
+    theirs = opened(entry)
     if theirs is not None:
         return theirs
     # Moved aside first: readers that have it mapped keep their pages.

@@ -24,7 +24,16 @@ from flower_geo.data.parts import Events, separated
 from flower_geo.data.spec import FILE_BUILDERS, DataSpec, nearest_spec
 from flower_geo.errors import DataError
 
-__all__ = ["Built", "Files", "Source", "open_source"]
+__all__ = [
+    "Built",
+    "Files",
+    "Source",
+    "load_built",
+    "open_source",
+    "readable",
+    "unpacked",
+    "wrong_encoding",
+]
 
 _CHUNK = 1 << 16
 _KINDS = (".txt", ".md", ".jsonl", ".parquet")
@@ -70,7 +79,7 @@ class Files:
         """Hex sha256 over the kind and the bytes of each file; names do not count."""
         total = hashlib.sha256(self.field.encode("utf-8"))
         for path in self.files:
-            with _readable(path), path.open("rb") as handle:
+            with readable(path), path.open("rb") as handle:
                 content = hashlib.file_digest(handle, "sha256").hexdigest()
             total.update(f"{_kind(path.name)} {content}\n".encode())
         return total.hexdigest()
@@ -79,11 +88,11 @@ class Files:
         """Pieces of text, None after each document."""
         for path in self.files:
             kind = _kind(path.name)
-            with _readable(path), path.open("rb") as raw:
+            with readable(path), path.open("rb") as raw:
                 if kind.startswith(".parquet"):
                     yield from _parquet(raw, path, self.field)
                     continue
-                handle = _unpacked(raw, kind)
+                handle = unpacked(raw, kind)
                 if kind.startswith(".jsonl"):
                     yield from _json_lines(handle, path, self.field)
                 else:
@@ -94,26 +103,9 @@ class Built:
     """Rows of a data set that `datasets` builds or finds in its own cache."""
 
     def __init__(self, spec: DataSpec) -> None:
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise DataError(
-                "hf: data needs the 'datasets' package: pip install datasets"
-            ) from error
         self.name = spec.source if spec.config is None else f"{spec.source}:{spec.config}"
         self.field = spec.field
-        where: dict[str, Any] = {"name": spec.config}
-        if spec.source in FILE_BUILDERS:
-            where = {"data_files": spec.config}
-        try:
-            self.rows = load_dataset(spec.source, split=spec.split, **where)
-        # Builders raise what their formats raise; all of it means "not loadable".
-        except Exception as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise DataError(
-                f"datasets cannot load hf:{self.name}:{spec.split}: {reason}; check the spec "
-                "hf:BUILDER:CONFIG:SPLIT:FIELD, and that the data lies on this machine"
-            ) from error
+        self.rows = load_built(spec)
         if self.field not in self.rows.column_names:
             raise DataError(
                 f"hf:{self.name}:{spec.split} has no field {self.field!r}: it has "
@@ -136,6 +128,31 @@ class Built:
             for value in batch[self.field]:
                 yield from _document(value, self.field, f"hf:{self.name}, row {row}")
                 row += 1
+
+
+def load_built(spec: DataSpec) -> Any:
+    """The rows a spec of kind "hf" names, as a `datasets.Dataset`.
+
+    Raises:
+        DataError: `datasets` is missing, or cannot build or find them.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DataError("hf: data needs the 'datasets' package: pip install datasets") from error
+    where: dict[str, Any] = {"name": spec.config}
+    if spec.source in FILE_BUILDERS:
+        where = {"data_files": spec.config}
+    try:
+        return load_dataset(spec.source, split=spec.split, **where)
+    # Builders raise what their formats raise; all of it means "not loadable".
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        name = spec.source if spec.config is None else f"{spec.source}:{spec.config}"
+        raise DataError(
+            f"datasets cannot load hf:{name}:{spec.split}: {reason}; check the spec "
+            "hf:BUILDER:CONFIG:SPLIT:FIELD, and that the data lies on this machine"
+        ) from error
 
 
 def _usable(source: str) -> list[Path]:
@@ -177,7 +194,7 @@ def _kind(name: str) -> str:
 
 
 @contextmanager
-def _readable(path: Any) -> Iterator[None]:
+def readable(path: Any) -> Iterator[None]:
     """Turn what goes wrong below a file into one line that names it."""
     try:
         yield
@@ -192,7 +209,8 @@ def _readable(path: Any) -> Iterator[None]:
         ) from error
 
 
-def _unpacked(raw: IO[bytes], kind: str) -> IO[bytes]:
+def unpacked(raw: IO[bytes], kind: str) -> IO[bytes]:
+    """The bytes behind a handle, unpacked when `kind` ends in .gz or .xz."""
     if kind.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
     if kind.endswith(".xz"):
@@ -211,7 +229,7 @@ def _decoded(handle: IO[bytes], path: Any) -> Iterator[str]:
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            raise _wrong_encoding(path, position - pending + error.start, error) from error
+            raise wrong_encoding(path, position - pending + error.start, error) from error
         position += len(data)
         if first and text:
             text, first = text.removeprefix("\ufeff"), False
@@ -222,7 +240,8 @@ def _decoded(handle: IO[bytes], path: Any) -> Iterator[str]:
             return
 
 
-def _wrong_encoding(path: Any, offset: int, error: UnicodeDecodeError) -> DataError:
+def wrong_encoding(path: Any, offset: int, error: UnicodeDecodeError) -> DataError:
+    """The error for bytes that are not UTF-8, `offset` bytes into the file."""
     byte = error.object[error.start]
     where = "offset" if _kind(path.name)[-3:] not in _PACKED else "offset (unpacked)"
     utf16 = offset == 0 and error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -243,7 +262,7 @@ def _json_lines(handle: IO[bytes], path: Any, field: str) -> Events:
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise _wrong_encoding(path, start + error.start, error) from error
+            raise wrong_encoding(path, start + error.start, error) from error
         if text.isspace() or not text:
             continue
         where = f"{path}, line {number}"
