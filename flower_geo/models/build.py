@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -33,8 +34,11 @@ __all__ = [
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-#: What transformers and safetensors raise for a model they cannot make sense of.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError)
+#: What transformers raises for a model it cannot make sense of (a cut GGUF file: struct.error).
+_LOAD_ERRORS = (
+    OSError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, ImportError,
+    struct.error,
+)  # fmt: skip
 
 
 def build_model(

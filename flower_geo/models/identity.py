@@ -112,15 +112,18 @@ def _named(
         # An adapter on it goes by other names; only the base's own count.
         own = [name for name, _ in meta_model(spec, vocab).named_parameters()]
         live = _base_tensors(model)
+        if not live.keys() >= set(own):
+            raise ModelError(f"the model given is no {spec}; give the one built for it")
         _known[key] = _hash((name, live[name]) for name in sorted(own))
     return _known[key]
 
 
 def _base_tensors(model: nn.Module) -> Mapping[str, Tensor]:
-    if not hasattr(model, "peft_config"):
-        return model.state_dict()
+    from peft import PeftModel
     from peft.utils.save_and_load import get_base_model_state_dict
 
+    if not isinstance(model, PeftModel):
+        return model.state_dict()
     tensors: dict[str, Tensor] = get_base_model_state_dict(model)
     return tensors
 
@@ -217,7 +220,10 @@ def _tokenizer(tokenizer: Any) -> str:
     # Calls leave truncation and padding behind; they decide nothing here.
     for name in ("version", "truncation", "padding"):
         shape.pop(name, None)
-    return _digest(_without_defaults(shape))
+    # By far the largest parts, and no settings: not searched for any.
+    model = shape.get("model", {})
+    parts = [model.pop(name, None) for name in ("vocab", "merges")]
+    return _digest([_without_defaults(shape), parts])
 
 
 def _special(tokenizer: Any) -> str:
