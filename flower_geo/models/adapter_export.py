@@ -22,7 +22,7 @@ from flower_geo.models.adapter import (
 from flower_geo.models.adapter_spec import PREFIX, module_name
 from flower_geo.models.card import model_card
 from flower_geo.models.export import write_model
-from flower_geo.models.fold import Factors, merged_state
+from flower_geo.models.fold import Factors, is_quantised, merged_state
 from flower_geo.models.state import check_vocab
 
 if TYPE_CHECKING:
@@ -40,14 +40,16 @@ def export_adapter(
     folds: Factors | None = None,
     *,
     folded: bool = False,
+    merged: bool | None = None,
     base: str | None = None,
 ) -> None:
     """Write an adapter that ``PeftModel.from_pretrained`` puts on the *original* base.
 
     What the run folded into the base is stacked beside the factors, at the summed
     rank, so that base + adapter is the trained model; ``merged/`` then holds that
-    model whole as well.  Where modules differ in scale, the folder has one scale
-    for all (B takes the difference), as loaders that read one α and one r need.
+    model whole as well, as an ordinary model folder.  Where modules differ in
+    scale, the folder has one scale for all (B takes the difference), as loaders
+    that read one α and one r need.
     The model is not touched; an existing folder is replaced in one rename.
 
     Args:
@@ -58,6 +60,8 @@ def export_adapter(
         card: README.md, or the facts for it (see ``model_card``).
         folds: (B, A) of scale 1 by module: what the run added to the base.
         folded: ``model``'s live base has ``folds`` already.
+        merged: whether to write ``merged/``; None = where there are folds and the
+            base is not quantised.
         base: the base model's name in the config and card; None = where the
             model was loaded from.
 
@@ -72,13 +76,15 @@ def export_adapter(
     config, tensors = _saved_form(model, state, folds or {}, base)
     if not isinstance(card, str):
         card = model_card({"base_model": base, **card} if base else card)
+    if merged is None:
+        merged = bool(folds) and not any(is_quantised(layer) for layer in plain.modules())
     with atomic_folder(Path(folder)) as scratch:
-        if folds:
-            merged = scratch / "merged"
-            merged.mkdir()
+        if merged:
+            whole = scratch / "merged"
+            whole.mkdir()
             live = merged_state(model, state, None if folded else folds)
-            write_model(plain, live, tokenizer, merged)
-            fsync_path(merged)
+            write_model(plain, live, tokenizer, whole)
+            fsync_path(whole)
         tokenizer.save_pretrained(scratch)
         write_tensors(scratch / "adapter_model.safetensors", tensors)
         write_json(scratch / "adapter_config.json", config)

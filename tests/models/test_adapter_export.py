@@ -64,7 +64,8 @@ def test_peft_loads_the_folder_to_the_same_bits(
 ) -> None:
     model, state = trained(name, **SPECS[spec])
     before = logits(model)
-    export_adapter(model, state, tokenizer, tmp_path / "a", {"title": "Trained", "sites": 4})
+    card = {"title": "Trained", "sites": 4}
+    export_adapter(model, state, tokenizer, tmp_path / "a", card, merged=True)
     assert torch.equal(logits(model), before), "the live model is not touched"
     loaded: Any = PeftModel.from_pretrained(base(name), str(tmp_path / "a"))
     assert torch.equal(logits(loaded), before)
@@ -79,6 +80,8 @@ def test_peft_loads_the_folder_to_the_same_bits(
         wanted = as_linear(base(name), module)
         wanted = wanted + scale * state[f"{stem}B.weight"] @ state[f"{stem}A.weight"]
         assert (as_linear(merged, module) - wanted).norm() < 1e-5 * wanted.norm()
+    whole = build_model(str(tmp_path / "a" / "merged"), seed=0)
+    assert torch.allclose(logits(whole), before, atol=1e-4)
     text = (tmp_path / "a" / "README.md").read_text()
     assert "# Trained" in text
     assert "library_name" in text
@@ -107,6 +110,21 @@ def test_with_folds_the_original_base_and_the_folder_are_the_trained_model(
     config = json.loads((target / "adapter_config.json").read_text())
     assert config["r"] == 4 + 5 == config["lora_alpha"]
     assert (target / "README.md").read_text() == "# Card\n"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fold_where_no_adapter_sits_is_in_the_folder_too(
+    name: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    model, state = trained(name, target_modules=SQUARE[name])
+    fold(model, changed(name))
+    target = tmp_path / "a"
+    export_adapter(model, state, tokenizer, target, {}, changed(name), folded=True, merged=False)
+    assert not (target / "merged").exists()
+    loaded: Any = PeftModel.from_pretrained(base(name), str(target))
+    assert torch.allclose(logits(loaded), logits(model), atol=1e-4)
+    config = json.loads((target / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == {ODD[name][0]: 3}
 
 
 @pytest.mark.parametrize("rslora", [False, True])

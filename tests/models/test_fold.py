@@ -166,8 +166,7 @@ def test_merging_refuses_a_fold_for_no_module() -> None:
         merged_state(model, adapter_state(model), {"nothing": factors(2, 2)})
 
 
-def test_attach_is_needed_for_nothing_here() -> None:
-    # a coordinator may fold into a plain model and put the adapter on after
+def test_folding_before_and_after_attaching_is_the_same() -> None:
     plain = build_model("llama-nano", seed=0, vocab_size=64, max_seq_len=16)
     fold(plain, changed("llama-nano"))
     late = attach(plain, AdapterSpec(rank=4, alpha=8), 3)
