@@ -136,7 +136,7 @@ class Chat:
             here.said[start:end] = [True] * (end - start)
         return found
 
-    def _turn_end(self, ids: Sequence[int], start: int, end: int) -> int:
+    def _turn_end(self, ids: list[int], start: int, end: int) -> int:
         """Where a turn's last special token stands: blanks after it are nobody's words."""
         last = max((at for at in range(start, end) if ids[at] in self._special), default=end)
         if last < end and not str(self._tokenizer.decode(ids[last + 1 : end])).strip():

@@ -39,11 +39,13 @@ def collate(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
 
     Returns:
         LongTensors [batch, n]: "input_ids", "labels" (-100 on padding), and
-        "attention_mask" (0 on padding).  For packed rows there is "position_ids"
-        in its place: without a mask, `transformers` keeps the conversations of a row
-        apart by where positions restart (eager and SDPA attention at any batch
-        size, flash attention at one row a batch); with one it would not.  There,
-        every token of padding is a conversation of its own.
+        "attention_mask" (0 on padding).
+
+        For packed rows "position_ids" stands in the mask's place, 0 on padding.
+        `transformers` keeps the conversations of a row apart by where positions
+        restart, but only in a call without an attention mask and with
+        ``use_cache=False``: with either, they see each other.  That holds for eager
+        and SDPA attention at any batch size, for flash attention at one row a batch.
 
     Raises:
         DataError: there is no example, or packed and other ones are mixed.

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
@@ -105,7 +105,7 @@ class Stored:
         return self._tensors[name][start:end]
 
 
-def open_or_build(cache_dir: Path, key: str, build: Any) -> Stored:
+def open_or_build(cache_dir: Path, key: str, build: Callable[[], tuple[Columns, Report]]) -> Stored:
     """Open entry `key`, building it when it is missing or damaged.
 
     Args:
@@ -143,15 +143,11 @@ def _open(entry: Path) -> Stored | None:
         if meta["version"] != VERSION:
             raise CheckpointCorrupt(f"{entry} is of version {meta['version']}")
         tensors = read_tensors(entry / _TOKENS, meta["sha256"])
-        return Stored(
-            *(
-                Examples(*(tensors[f"{part}.{name}"] for name in ("ids", "trained", "offsets")))
-                for part in ("train", "held_out")
-            ),
-            report=Report(**meta["report"]),
-            sha256=meta["sha256"],
-            _tensors=tensors,
+        train, held_out = (
+            Examples(*(tensors[f"{part}.{name}"] for name in ("ids", "trained", "offsets")))
+            for part in ("train", "held_out")
         )
+        return Stored(train, held_out, Report(**meta["report"]), meta["sha256"], tensors)
     except (CheckpointCorrupt, KeyError, TypeError) as error:
         _LOG.warning("data cache %s is damaged (%s): building it anew", entry, error)
         return None
