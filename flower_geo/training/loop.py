@@ -8,15 +8,19 @@ position in the whole run's schedule, never of the round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from flower_geo.errors import TrainingError
+from flower_geo.training.batch import Batch, counted, counted_logits
 from flower_geo.training.optimizer import build_optimizer, flat_state, load_flat_state
 from flower_geo.training.precision import autocast, device_of
+from flower_geo.training.proximal import START, RoundStart
+from flower_geo.training.rounds import Round, is_over
 from flower_geo.training.schedule import InnerConfig, learning_rate
 from flower_geo.training.tally import DeviceTally, HostTally, InnerResult, RoundSoFar, Tally
 
@@ -36,10 +40,13 @@ class InnerLoop:
     global state when the loop is built, is part of ``state_dict``, and is
     swapped in while ``run`` runs; the caller's random state stays as it was.
 
+    Only parameters that require a gradient when ``run`` is called are trained.
+    Which ones do may change from round to round: the optimizer keeps the state
+    of the idle ones, and neither it nor weight decay touches them.
+
     Args:
         model: its forward takes ``input_ids``, ``labels`` and ``use_cache`` and
-            returns ``.loss``, as causal models of transformers do.  Parameters
-            that require no gradient are left alone.
+            returns ``.loss`` and ``.logits``, as causal models of transformers do.
         config: settings.
 
     Raises:
@@ -49,22 +56,21 @@ class InnerLoop:
     def __init__(self, model: nn.Module, config: InnerConfig) -> None:
         self.model = model
         self.config = config
-        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        if not self._parameters:
-            raise TrainingError("the model has no trainable parameter; unfreeze some of it")
         self._device = device_of(model)
+        self._fused = self._device.type == "cuda"
         # A GPU runs behind the host; asking it for a number every step would
         # stop that.  There the optimizer itself skips a step that is not finite.
-        self._deferred = self._device.type == "cuda"
-        self._optimizer = build_optimizer(self._parameters, config, fused=self._deferred)
+        self._deferred = self._fused
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizer = self._adopt()
         self._rng = self._live_rng()
         self._running = False
-        self._tally: Tally | None = None
-        self._began = 0.0
+        self._round: Round | None = None
+        self._start = RoundStart(config.prox_mu)
 
     def run(
         self,
-        next_batch: Callable[[], Tensor],
+        next_batch: Callable[[], Batch],
         steps: int | None,
         seconds: float | None = None,
         position: float = 0,
@@ -77,10 +83,13 @@ class InnerLoop:
         """Take optimizer steps.
 
         Local step k is taken at ``position + span * k / steps`` of the schedule.
+        A step minimises the mean over the tokens to predict, of all its batches
+        together; one without any such token is passed over and counts no token.
 
         Args:
-            next_batch: gives ``LongTensor[batch, seq_len]`` of token ids; every
-                token after the first of a sequence is predicted.
+            next_batch: gives ``LongTensor[batch, seq_len]`` of token ids, where every
+                token after the first of a sequence is predicted, or a mapping with
+                labels (see ``flower_geo.training.batch``), best on the CPU.
             steps: steps of this round; None = as many as ``seconds`` allow.
             seconds: end after the step that reaches this time.  The schedule
                 then advances by steps or by time, whichever is further.
@@ -97,7 +106,9 @@ class InnerLoop:
 
         Raises:
             TrainingError: loss or gradient is not finite; weights and optimizer
-                are as before that step.  Also for nothing to do.
+                are as before that step.  Also for nothing to do, and for going on
+                inside a round with a proximal term whose start is not known.
+            DataError: a batch is not one.
         """
         if steps is None and seconds is None:
             raise TrainingError("the inner loop has no end; give steps or seconds")
@@ -107,28 +118,18 @@ class InnerLoop:
         tally = DeviceTally(self._device, carried) if self._deferred else HostTally(carried)
         if carried is not None:
             start = carried.steps
-            if _over(carried, steps, seconds):
+            if is_over(carried, steps, seconds):
                 return tally.result(carried.seconds)
         began = time.perf_counter() - (carried.seconds if carried else 0.0)
-        self._tally, self._began = tally, began
+        this = Round(next_batch, steps, seconds, position, round_span, on_step, tally, began, start)
+        self._optimizer = self._adopt()
+        self._start.begin(self._parameters, inside=start > 0)
+        self._round = this
         with self._training():
-            step = start
-            while True:
-                elapsed = time.perf_counter() - began
-                done = _share(step, steps, elapsed, seconds, round_span)
-                loss = self._step(next_batch, step, position + done, tally)
-                step += 1
-                if on_step is not None:
-                    on_step(step, loss)
-                if step == steps:
-                    break
-                if seconds is not None:
-                    self._settle()
-                    if time.perf_counter() - began >= seconds:
-                        break
+            self._take(this)
             self._look(tally)
             self._settle()
-        return tally.result(time.perf_counter() - began)
+        return tally.result(this.elapsed())
 
     def so_far(self) -> RoundSoFar:
         """The round up to the step just taken; for ``on_step``, and waits for the device.
@@ -136,21 +137,23 @@ class InnerLoop:
         Raises:
             TrainingError: a step so far was not finite, or none is being taken.
         """
-        if not self._running or self._tally is None:
+        if not self._running or self._round is None:
             raise TrainingError("no round is under way; ask from on_step")
-        self._look(self._tally)
-        return self._tally.so_far(time.perf_counter() - self._began)
+        self._look(self._round.tally)
+        return self._round.tally.so_far(self._round.elapsed())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Optimizer state and random stream as CPU tensors, fit for safetensors.
 
         Keys: ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` (fp32),
         ``step/<parameter>`` (fp32 scalar), ``rng/cpu`` and on CUDA ``rng/cuda``
-        (uint8).  Weights are not part of it.
+        (uint8).  Within a round with a proximal term also
+        ``round_start/<parameter>``.  Weights are not part of it.
         """
         rng = self._live_rng() if self._running else self._rng
         copies = {name: state.clone() for name, state in rng.items()}
-        return flat_state(self._optimizer, self._parameters) | copies
+        start = self._start.state() if self._running else {}
+        return flat_state(self._optimizer, self._parameters) | copies | start
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where ``state_dict`` was taken; with equal weights and batches, bit-equal.
@@ -158,48 +161,96 @@ class InnerLoop:
         Raises:
             TrainingError: the state belongs to another model or optimizer.
         """
-        load_flat_state(
-            self._optimizer,
-            self._parameters,
-            {k: v for k, v in state.items() if k not in (_CPU_RNG, _CUDA_RNG)},
-        )
+        moments = {
+            key: value
+            for key, value in state.items()
+            if key not in (_CPU_RNG, _CUDA_RNG) and not key.startswith(START)
+        }
+        self._optimizer = self._adopt({key.partition("/")[2] for key in moments})
+        load_flat_state(self._optimizer, self._parameters, moments)
+        self._start.load(state)
         self._rng |= {name: state[name].clone() for name in self._rng if name in state}
 
-    def _step(
-        self, next_batch: Callable[[], Tensor], step: int, position: float, tally: Tally
-    ) -> Tensor:
-        rate = learning_rate(self.config, position)
+    def _adopt(self, also: Collection[str] = ()) -> torch.optim.Optimizer:
+        """The optimizer over all that is, was or is said to be trained; state goes along."""
+        found = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad or name in self._parameters or name in also
+        }
+        if not any(parameter.requires_grad for parameter in found.values()):
+            raise TrainingError("the model has no trainable parameter; unfreeze some of it")
+        known = self._parameters
+        if found.keys() == known.keys() and all(found[name] is known[name] for name in found):
+            return self._optimizer
+        optimizer = build_optimizer(found, self.config, fused=self._fused)
+        for name in found.keys() & known.keys():
+            if known[name] in self._optimizer.state:
+                optimizer.state[found[name]] = self._optimizer.state[known[name]]
+        self._parameters = found
+        return optimizer
+
+    def _take(self, this: Round) -> None:
+        """Take the round's steps."""
+        while True:
+            self._set_rate(this)
+            this.stepped(self._step(this))
+            if this.ends(self._settle):
+                return
+
+    def _set_rate(self, this: Round) -> None:
+        rate = learning_rate(self.config, this.place())
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        loss, tokens = self._backward(next_batch)
-        norm = self._clipped_norm()
-        tally.add(loss, norm, tokens, step)
-        if isinstance(tally, DeviceTally):
-            self._optimizer.found_inf = tally.bad()  # type: ignore[attr-defined]
-        else:
-            self._look(tally)
+
+    def _step(self, this: Round) -> Tensor:
+        loss, tokens = self._backward(this.next_batch)
+        if loss is None:
+            this.tally.skip()
+            return torch.zeros((), device=self._device)
+        self._admit(this, loss, tokens)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        if self._deferred and tally.steps % LOOK_EVERY == 0:
-            self._look(tally)
+        if self._deferred and this.tally.steps % LOOK_EVERY == 0:
+            self._look(this.tally)
         return loss
 
-    def _backward(self, next_batch: Callable[[], Tensor]) -> tuple[Tensor, int]:
-        """Gradient of the mean token loss over the accumulated batches."""
+    def _admit(self, this: Round, loss: Tensor, tokens: int) -> Tensor:
+        """Complete the gradient, count the step, refuse one that is not finite; its norm."""
+        self._start.pull()
+        norm = self._clipped_norm()
+        this.tally.add(loss, norm, tokens, this.step)
+        if isinstance(this.tally, DeviceTally):
+            self._optimizer.found_inf = this.tally.bad()  # type: ignore[attr-defined]
+        else:
+            self._look(this.tally)
+        return norm
+
+    def _backward(self, next_batch: Callable[[], Batch]) -> tuple[Tensor | None, int]:
+        """Gradient of the mean token loss over the accumulated batches; None for no token."""
         batches = [next_batch() for _ in range(self.config.grad_accum)]
-        counts = [batch.shape[0] * (batch.shape[1] - 1) for batch in batches]
+        places = [None if isinstance(batch, Tensor) else counted(batch) for batch in batches]
+        counts = [
+            batch.shape[0] * (batch.shape[1] - 1) if isinstance(batch, Tensor) else len(found or ())
+            for batch, found in zip(batches, places, strict=True)
+        ]
         total = sum(counts)
         mean: Tensor | None = None
-        for batch, count in zip(batches, counts, strict=True):
-            ids = batch.to(self._device, non_blocking=True)
+        for batch, found, count in zip(batches, places, counts, strict=True):
             with autocast(self.config.precision, self._device):
-                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+                if isinstance(batch, Tensor):
+                    ids = batch.to(self._device, non_blocking=True)
+                    loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+                elif found:
+                    logits, targets = counted_logits(self.model, batch, found, self._device)
+                    loss = functional.cross_entropy(logits, targets)
+                else:
+                    continue
             if count != total:
                 loss = loss * (count / total)
             loss.backward()
             part = loss.detach()
             mean = part if mean is None else mean + part
-        assert mean is not None
         return mean, total
 
     def _clipped_norm(self) -> Tensor:
@@ -251,20 +302,3 @@ class InnerLoop:
             self._set_rng(callers)
             self.model.train(mode)
 
-
-def _over(carried: RoundSoFar, steps: int | None, seconds: float | None) -> bool:
-    """Whether nothing is left of a round that was broken off."""
-    by_steps = steps is not None and carried.steps >= steps
-    return by_steps or (seconds is not None and carried.seconds >= seconds)
-
-
-def _share(
-    step: int, steps: int | None, elapsed: float, seconds: float | None, span: float
-) -> float:
-    """Schedule steps of this round that lie before local step ``step``."""
-    # span * step / steps in this order: with span == steps it is the whole number ``step``.
-    by_steps = span * step / steps if steps else 0.0
-    if seconds is None:
-        return by_steps
-    by_time = span * min(elapsed / seconds, 1.0) if seconds > 0 else 0.0
-    return max(by_steps, by_time)

@@ -37,6 +37,8 @@ class InnerConfig:
         precision: ``auto`` is bf16 autocast on CUDA devices with native bf16
             and fp32 elsewhere.  Weights and optimizer state are fp32 always.
         optimizer: ``adamw``, or ``sgd`` without momentum.
+        prox_mu: strength of FedProx's pull back to the weights the round began
+            with, mu/2 · |x − x₀|² over the trained parameters; 0 = off.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -54,6 +56,7 @@ class InnerConfig:
     grad_accum: int = 1
     precision: Precision = "auto"
     optimizer: Optimizer = "adamw"
+    prox_mu: float = 0.0
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, bool, str], ...] = (
@@ -66,6 +69,7 @@ class InnerConfig:
             ("total_steps", self.total_steps >= 1, "1 or more"),
             ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "0 to 1"),
             ("grad_accum", self.grad_accum >= 1, "1 or more"),
+            ("prox_mu", _finite(self.prox_mu) and self.prox_mu >= 0, "0 or more"),
             *(
                 (name, getattr(self, name) in get_args(kind), " or ".join(get_args(kind)))
                 for name, kind in _CHOICES

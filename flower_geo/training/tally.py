@@ -16,8 +16,11 @@ __all__ = ["DeviceTally", "HostTally", "InnerResult", "RoundSoFar", "Tally"]
 class InnerResult:
     """What one call of ``InnerLoop.run`` did.
 
+    Steps without a token to predict are no part of losses and norms, which are 0
+    where no step had one.
+
     Attributes:
-        steps: optimizer steps taken.
+        steps: optimizer steps taken, those passed over for want of a token included.
         tokens: tokens predicted, over all batches.
         seconds: wall time.
         loss_first: loss of the first step, in nats a token, before it was taken.
@@ -47,6 +50,7 @@ class RoundSoFar:
         seconds: time spent by then.
         loss_first, loss_last: losses of the first and the newest step.
         losses, norms: sums over the steps, of the loss and of the gradient's norm.
+        empty: steps among them that had no token to predict.
     """
 
     steps: int
@@ -56,6 +60,11 @@ class RoundSoFar:
     loss_last: float
     losses: float
     norms: float
+    empty: int = 0
+
+
+#: First and last loss, sum of losses and of norms where no step had a token.
+_NOTHING = (0.0, 0.0, 0.0, 0.0)
 
 
 class Tally(ABC):
@@ -68,6 +77,17 @@ class Tally(ABC):
     def __init__(self, carried: RoundSoFar | None = None) -> None:
         self.steps = carried.steps if carried else 0
         self.tokens = carried.tokens if carried else 0
+        self.empty = carried.empty if carried else 0
+
+    @property
+    def full(self) -> int:
+        """Steps that had something to predict."""
+        return self.steps - self.empty
+
+    def skip(self) -> None:
+        """Count a step that has nothing to predict and is passed over."""
+        self.steps += 1
+        self.empty += 1
 
     def add(self, loss: Tensor, norm: Tensor, tokens: int, step: int) -> None:
         """Count a step, before it is taken."""
@@ -77,20 +97,21 @@ class Tally(ABC):
 
     def so_far(self, seconds: float) -> RoundSoFar:
         """What to carry over; needs a step, waits for the device."""
-        first, last, losses, norms = self._sums()
-        return RoundSoFar(self.steps, self.tokens, seconds, first, last, losses, norms)
+        first, last, losses, norms = self._sums() if self.full else _NOTHING
+        return RoundSoFar(self.steps, self.tokens, seconds, first, last, losses, norms, self.empty)
 
     def result(self, seconds: float) -> InnerResult:
         """The round so far; waits for the device."""
-        first, last, losses, norms = self._sums()
+        first, last, losses, norms = self._sums() if self.full else _NOTHING
+        full = max(self.full, 1)
         return InnerResult(
             steps=self.steps,
             tokens=self.tokens,
             seconds=seconds,
             loss_first=first,
             loss_last=last,
-            loss_mean=losses / self.steps,
-            grad_norm=norms / self.steps,
+            loss_mean=losses / full,
+            grad_norm=norms / full,
         )
 
     @abstractmethod
@@ -117,7 +138,7 @@ class HostTally(Tally):
 
     def _count(self, loss: Tensor, norm: Tensor, step: int) -> None:
         self._last, size = loss.item(), norm.item()
-        if self.steps == 1:
+        if self.full == 1:
             self._first = self._last
         self._losses += self._last
         self._norms += size
@@ -144,8 +165,9 @@ class DeviceTally(Tally):
         def number(value: float) -> Tensor:
             return torch.tensor(value, dtype=torch.float64, device=device)
 
-        self._first = number(carried.loss_first) if carried else None
-        self._last = number(carried.loss_last) if carried else None
+        known = carried is not None and carried.steps > carried.empty
+        self._first = number(carried.loss_first) if carried and known else None
+        self._last = number(carried.loss_last) if carried and known else None
         self._losses = number(carried.losses if carried else 0.0)
         self._norms = number(carried.norms if carried else 0.0)
         self._bad_step = torch.full((), -1, dtype=torch.long, device=device)
