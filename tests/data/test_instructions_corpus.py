@@ -103,20 +103,20 @@ def test_the_pad_id_is_the_best_there_is() -> None:
 
 
 def model(kind: str) -> Any:
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     if kind == "gpt2":
-        config: Any = GPT2Config(
+        gpt2 = GPT2Config(
             vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2,
             bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
-    else:
-        config = LlamaConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=2, max_position_embeddings=32,
-        )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config).eval()
+        return GPT2LMHeadModel(gpt2).eval()
+    llama = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(llama).eval()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
