@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.faults_page import page
 from benchmarks.figures import REPO, output_folder
 
-ORDER = ("convergence", "presets", "codecs", "inner-loop", "overhead", "server-memory")
+ORDER = ("convergence", "presets", "codecs", "inner-loop", "overhead", "server-memory", "lora-svd")
 
 
 def left(name: str) -> dict[str, Any] | None:

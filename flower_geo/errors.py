@@ -17,7 +17,8 @@
     ├── RoundError
     │   ├── NotEnoughSites     too few sites connected or answered
     │   ├── SuperLinkLost      the SuperLink was away longer than a round may take
-    │   └── ReplyRefused       one site's reply failed screening
+    │   ├── ReplyRefused       one site's reply failed screening
+    │   └── FactorError        LoRA factors that cannot be aggregated
     └── RunFailed              a submitted run ended without completing
 
 A message is one line: what was wrong, where, and how to mend it.  Command-line
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigError",
     "CorruptPayload",
     "DataError",
+    "FactorError",
     "FlowerGeoError",
     "ModelError",
     "NonFiniteTensor",
@@ -120,6 +122,18 @@ class SuperLinkLost(RoundError):
 
 class ReplyRefused(RoundError):
     """One site's reply failed screening; the round goes on without it."""
+
+
+class FactorError(RoundError, ValueError):
+    """LoRA factors cannot be aggregated: shape, rank, NaN, or a side that had to be equal.
+
+    Attributes:
+        site: position of the site at fault among those given; None where it is no one site's.
+    """
+
+    def __init__(self, message: str, site: int | None = None) -> None:
+        super().__init__(message)
+        self.site = site
 
 
 class RunFailed(FlowerGeoError):

@@ -77,6 +77,10 @@ class GeoStrategy(Strategy):
         """What the strategy lays down for its session."""
         return Terms(type(self).__name__, RunModel(self.config))
 
+    def round_figures(self) -> dict[str, Any]:
+        """Figures of the newest :meth:`next_model` for the metrics log; empty for none."""
+        return {}
+
     # -- the run --------------------------------------------------------------
 
     def start(
@@ -136,6 +140,8 @@ class GeoStrategy(Strategy):
             self.round = session.done + 1
             following = session.fold(self.next_model, outcome)
             session.commit(following, self.outer_state(), outcome)
+            if figures_of_it := self.round_figures():
+                session.emit("aggregation", round=session.done, **figures_of_it)
             round, figures = session.done, session.figures
             result.train_metrics_clientapp[round] = MetricRecord({**figures.train_metrics})
             if figures.evaluated is not None:

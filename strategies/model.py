@@ -8,10 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord
 from torch import Tensor
 
-from flower_geo.compression import codec, pack
 from flower_geo.config import CommonConfig
 from flower_geo.data import load_tokenizer, tokenizer_hash
 from flower_geo.errors import ReplyRefused
@@ -25,7 +23,7 @@ from flower_geo.models import (
     snapshot,
 )
 
-__all__ = ["RunModel", "initial_arrays"]
+__all__ = ["RunModel"]
 
 
 @dataclass
@@ -82,12 +80,3 @@ class RunModel:
                 max_new_tokens=self.config.sample_tokens, seed=self.config.seed,
             )
         )  # fmt: skip
-
-
-def initial_arrays(config: CommonConfig) -> ArrayRecord:
-    """Initial weights of the configured model, losslessly packed.
-
-    Raises:
-        ModelError: the model cannot be built or does not fit its tokenizer.
-    """
-    return pack(RunModel(config).weights(), codec("fp32"))

@@ -9,10 +9,12 @@ import pytest
 
 from flower_geo.config import (
     FIXED_KEYS,
+    STRATEGIES,
     TRAINING_KEYS,
     CommonConfig,
     DiLoCoConfig,
     check_name,
+    kebab,
     load_app,
     parse,
     parse_overrides,
@@ -98,9 +100,10 @@ def test_fingerprint_follows_training_keys_only() -> None:
 
 
 def test_key_sets_name_real_keys() -> None:
-    known = set(DiLoCoConfig().public())
-    assert known >= TRAINING_KEYS
-    assert known >= FIXED_KEYS
+    for model in STRATEGIES.values():
+        assert set(model().public()) >= model.training_keys >= TRAINING_KEYS
+        assert {kebab(name) for name in model.model_fields} >= model.site_keys
+    assert set().union(*(model().public() for model in STRATEGIES.values())) >= FIXED_KEYS
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "", "x" * 65, "a b", "a\n"])

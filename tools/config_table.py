@@ -1,4 +1,4 @@
-"""Write the configuration table of README.md from the configuration itself.
+"""Write the configuration tables of README.md from the configuration itself.
 
 python tools/config_table.py           write it
 python tools/config_table.py --check   exit 1 when README.md is behind
@@ -7,15 +7,17 @@ python tools/config_table.py --check   exit 1 when README.md is behind
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from flower_geo.config import FIXED_KEYS, kebab, load_app
+from flower_geo.config import FIXED_KEYS, CommonConfig, kebab, load_app
 
 REPO = Path(__file__).resolve().parents[1]
 README = REPO / "README.md"
-BEGIN, END = "<!-- configuration: begin -->", "<!-- configuration: end -->"
+#: Marks around the table of each app.
+TABLES = {"diloco": "configuration", "fedavg_lora": "adapters"}
 
 #: Limits no one meets by accident are left out.
 SHOWN = 100_000
@@ -47,6 +49,40 @@ GROUPS = {
 }  # fmt: skip
 
 
+LORA_GROUPS = {
+    "The adapter": (
+        "rank", "alpha", "rslora", "dropout", "target_modules", "rank_pattern", "alpha_pattern",
+        "modules_to_save", "quantise",
+    ),
+    "Aggregation": (
+        "aggregation", "personal", "fold_rank", "server_optimizer", "server_lr",
+        "server_momentum", "server_beta2", "server_tau",
+    ),
+    "Training and data": ("inner_loop", "prox_mu", "completion_only", "packing"),
+    "Figures and output": ("exact_match", "merge"),
+}  # fmt: skip
+
+
+def own_table(app: str) -> str:
+    """The keys that an app has beyond ``apps/diloco``, and the ones it presets otherwise.
+
+    Raises:
+        ValueError: a key is in no group.
+    """
+    config, plain = load_app(REPO / "apps" / app).config, load_app(REPO / "apps/diloco").config
+    common = set(type(config).model_fields) & set(type(plain).model_fields)
+    listed = [name for names in LORA_GROUPS.values() for name in names]
+    if set(listed) != set(type(config).model_fields) - common:
+        odd = set(listed) ^ (set(type(config).model_fields) - common)
+        raise ValueError(f"LORA_GROUPS and the configuration differ in {odd}")
+    other = [
+        name
+        for name in type(plain).model_fields
+        if name in common and getattr(config, name) != getattr(plain, name)
+    ]
+    return _rows(config, {**LORA_GROUPS, "Other defaults": tuple(other)})
+
+
 def table(app: str = "diloco") -> str:
     """The table as Markdown, with an app's defaults; every key stands in it once.
 
@@ -59,8 +95,13 @@ def table(app: str = "diloco") -> str:
     listed = [name for names in GROUPS.values() for name in names]
     if set(listed) != known or len(listed) != len(known):
         raise ValueError(f"GROUPS and the configuration differ in {set(listed) ^ known}")
+    return _rows(config, GROUPS)
+
+
+def _rows(config: CommonConfig, groups: Mapping[str, tuple[str, ...]]) -> str:
+    model = type(config)
     lines = ["| key | default | what it is |", "|---|---|---|"]
-    for group, names in GROUPS.items():
+    for group, names in groups.items():
         lines.append(f"| **{group}** | | |")
         for name in names:
             field = model.model_fields[name]
@@ -96,13 +137,16 @@ def _about(field: object) -> str:
 
 def main() -> int:
     """Write or check."""
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    wanted = f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    text = wanted = README.read_text(encoding="utf-8")
+    for app, mark in TABLES.items():
+        begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+        before, rest = wanted.split(begin)
+        _, after = rest.split(end)
+        made = table(app) if app == "diloco" else own_table(app)
+        wanted = f"{before}{begin}\n{made}\n{end}{after}"
     if "--check" in sys.argv:
         if wanted != text:
-            print("README.md's configuration table is behind: run python tools/config_table.py")
+            print("README.md's configuration tables are behind: run python tools/config_table.py")
             return 1
         return 0
     README.write_text(wanted, encoding="utf-8")

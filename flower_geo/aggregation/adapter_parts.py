@@ -15,7 +15,18 @@ from torch import Tensor
 
 from flower_geo.errors import RoundError
 
-__all__ = ["FOLD", "is_fold", "module_of", "modules_in", "ranks_of", "sent", "sliced", "trained"]
+__all__ = [
+    "FOLD",
+    "fold_names",
+    "folds_in",
+    "is_fold",
+    "module_of",
+    "modules_in",
+    "ranks_of",
+    "sent",
+    "sliced",
+    "trained",
+]
 
 #: Names of folded factors begin with this.
 FOLD = "fold."
@@ -25,6 +36,31 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 def is_fold(name: str) -> bool:
     """Whether a tensor is a factor that was folded into the base."""
     return name.startswith(FOLD)
+
+
+def fold_names(module: str, round: int) -> tuple[str, str]:
+    """Names of the A and B of a module that a round folds into the base."""
+    stem = f"{FOLD}{round:06d}.{module}"
+    return stem + _A, stem + _B
+
+
+def folds_in(state: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor, Tensor]]:
+    """Folded factors of a state: (module, B, A) by a key that sorts by round.
+
+    Raises:
+        RoundError: one of a pair is missing.
+    """
+    found = {}
+    for name, a in state.items():
+        if not (is_fold(name) and name.endswith(_A)):
+            continue
+        key = name.removesuffix(_A)
+        if key + _B not in state:
+            raise RoundError(f"{name} has no lora_B beside it")
+        found[key] = (key.removeprefix(FOLD).partition(".")[2], state[key + _B], a)
+    if 2 * len(found) != sum(map(is_fold, state)):
+        raise RoundError("a folded lora_B has no lora_A beside it")
+    return found
 
 
 def module_of(name: str) -> str:

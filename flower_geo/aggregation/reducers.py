@@ -7,7 +7,7 @@ is decoded straight into one fp64 accumulator and forgotten.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -34,6 +34,9 @@ class Contribution(Protocol):
     @property
     def kind(self) -> str:
         """``"weights"`` (blobs hold local weights) or ``"delta"`` (base minus local)."""
+
+    def names(self) -> Collection[str]:
+        """Names of the tensors it holds."""
 
     def blob(self, name: str) -> bytes:
         """Encoded tensor ``name``."""

@@ -11,22 +11,27 @@ from flower_geo.config.keys import (
     TRAINING_KEYS,
     CommonConfig,
     DiLoCoConfig,
-    config_for,
 )
+from flower_geo.config.lora import FedAvgLoRAConfig, names_of, numbers_of
 from flower_geo.config.names import check_name, kebab, nearest
 from flower_geo.config.read import AppSettings, load_app, parse, parse_overrides
+from flower_geo.config.strategies import STRATEGIES, config_for
 
 __all__ = [
     "FIXED_KEYS",
+    "STRATEGIES",
     "TRAINING_KEYS",
     "AppSettings",
     "CommonConfig",
     "DiLoCoConfig",
+    "FedAvgLoRAConfig",
     "check_name",
     "config_for",
     "kebab",
     "load_app",
+    "names_of",
     "nearest",
+    "numbers_of",
     "parse",
     "parse_overrides",
 ]

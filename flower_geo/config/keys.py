@@ -13,10 +13,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from flower_geo.config.names import check_name, kebab, nearest
+from flower_geo.config.names import check_name, kebab
 from flower_geo.errors import ConfigError
 
-__all__ = ["FIXED_KEYS", "TRAINING_KEYS", "CommonConfig", "DiLoCoConfig", "Scalar", "config_for"]
+__all__ = ["FIXED_KEYS", "TRAINING_KEYS", "CommonConfig", "DiLoCoConfig", "Scalar"]
 
 Scalar = bool | int | float | str
 
@@ -277,8 +277,12 @@ def _part(text: str, whole: int) -> int:
 
 #: Keys that may not change when a run is resumed.
 FIXED_KEYS = frozenset(
-    {"model", "tokenizer", "data", "seq-len", "seed", "strategy", "error-feedback", "codec-down"}
-)
+    {
+        "model", "tokenizer", "data", "seq-len", "seed", "strategy", "error-feedback", "codec-down",
+        "aggregation", "rank", "alpha", "rslora", "target-modules", "rank-pattern",
+        "alpha-pattern", "modules-to-save", "personal",
+    }
+)  # fmt: skip
 
 
 class DiLoCoConfig(CommonConfig):
@@ -288,17 +292,3 @@ class DiLoCoConfig(CommonConfig):
     outer_lr: Annotated[float, Field(gt=0)] = Field(0.7, description="outer learning rate")
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="0 = plain SGD")
     outer_nesterov: bool = Field(True, description="Nesterov's form of momentum")
-
-
-_STRATEGIES: dict[str, type[CommonConfig]] = {"diloco": DiLoCoConfig}
-
-
-def config_for(strategy: str) -> type[CommonConfig]:
-    """Return the configuration model of a strategy by its name."""
-    try:
-        return _STRATEGIES[strategy]
-    except KeyError:
-        raise ConfigError(
-            f"strategy {strategy!r} is not known{nearest(strategy, _STRATEGIES)} "
-            f"(known: {', '.join(sorted(_STRATEGIES))})"
-        ) from None

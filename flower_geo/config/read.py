@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from flower_geo.config.keys import CommonConfig, Scalar, config_for
+from flower_geo.config.keys import CommonConfig, Scalar
 from flower_geo.config.names import kebab, nearest
+from flower_geo.config.strategies import config_for
 from flower_geo.errors import ConfigError
 
 __all__ = ["AppSettings", "load_app", "parse", "parse_overrides"]

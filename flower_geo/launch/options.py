@@ -17,6 +17,7 @@ NODE_KEYS = (
     "site", "data", "state-dir", "cache-dir", "device", "uplink-mbps", "downlink-mbps",
     "inner-steps", "inner-seconds", "batch-size", "grad-accum", "threads", "tokenizer",
     "partition-id", "num-partitions", "snapshot-steps", "worker", "worker-idle", "worker-stall",
+    "rank", "alpha",
 )  # fmt: skip
 
 

@@ -89,6 +89,10 @@ MODELS: Mapping[str, ModelSpec] = MappingProxyType(
     {
         # Small enough that what surrounds training can be tried in seconds.
         "gpt2-pico": ModelSpec("gpt2", layers=2, width=32, heads=2, context=256, vocab_size=4096),
+        "llama-pico": ModelSpec(
+            "llama", layers=2, width=32, heads=2, context=256, vocab_size=4096,
+            kv_heads=1, inner=64,
+        ),
         "gpt2-nano": ModelSpec("gpt2", layers=4, width=128, heads=4, context=256, vocab_size=4096),
         "llama-nano": ModelSpec(
             "llama", layers=4, width=128, heads=4, context=256, vocab_size=4096,

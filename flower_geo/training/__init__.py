@@ -1,19 +1,31 @@
-"""Local training at a site: the inner loop, its schedules, held-out loss."""
+"""Local training at a site: the inner loops, their schedules, held-out loss."""
 
 from __future__ import annotations
 
+from flower_geo.training.batch import Batch
 from flower_geo.training.evaluation import EvalResult, Sequences, evaluate
+from flower_geo.training.instructions import (
+    InstructionResult,
+    evaluate_instructions,
+    exact_match,
+)
 from flower_geo.training.loop import InnerLoop
 from flower_geo.training.schedule import InnerConfig, learning_rate
+from flower_geo.training.sft import TrlLoop
 from flower_geo.training.tally import InnerResult, RoundSoFar
 
 __all__ = [
+    "Batch",
     "EvalResult",
     "InnerConfig",
     "InnerLoop",
     "InnerResult",
+    "InstructionResult",
     "RoundSoFar",
     "Sequences",
+    "TrlLoop",
     "evaluate",
+    "evaluate_instructions",
+    "exact_match",
     "learning_rate",
 ]

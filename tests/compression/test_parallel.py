@@ -143,6 +143,9 @@ class Sent:
     kind: str
     blobs: dict[str, bytes]
 
+    def names(self) -> list[str]:
+        return list(self.blobs)
+
     def blob(self, name: str) -> bytes:
         return self.blobs[name]
 

@@ -10,7 +10,7 @@ from flwr.app import Message
 from torch import Tensor
 
 from flower_geo.compression import unpack
-from flower_geo.config import DiLoCoConfig, parse
+from flower_geo.config import CommonConfig, DiLoCoConfig, parse
 from flower_geo.observe import read_metrics
 from flower_geo.strategies import DiLoCo, initial_arrays
 from tests.federation import MemoryGrid, Tamper, sites
@@ -43,7 +43,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-def events(config: DiLoCoConfig, kind: str) -> list[dict[str, Any]]:
+def events(config: CommonConfig, kind: str) -> list[dict[str, Any]]:
     path = Path(config.run_dir) / config.run_name / "metrics.jsonl"
     return [event for event in read_metrics(path) if event["event"] == kind]
 

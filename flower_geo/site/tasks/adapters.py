@@ -1,0 +1,290 @@
+"""Fine-tuning a LoRA adapter on instructions: the base is frozen and never leaves the disk."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flower_geo.aggregation.adapter_parts import (
+    folds_in,
+    is_fold,
+    module_of,
+    modules_in,
+    sent,
+    sliced,
+    trained,
+)
+from flower_geo.compression import Growing, content_hash
+from flower_geo.config import FedAvgLoRAConfig, names_of
+from flower_geo.data import Cursor, tokenizer_hash
+from flower_geo.data.instructions import (
+    InstructionCorpus,
+    chat_template_of,
+    collate,
+    instruction_spec,
+    pad_id_of,
+    prepare_instructions,
+)
+from flower_geo.errors import ConfigError
+from flower_geo.models import (
+    AdapterSpec,
+    adapter_state,
+    attach,
+    base_identity,
+    check_vocab,
+    load_adapter_state,
+    load_base,
+    set_trained,
+)
+from flower_geo.models.adapter import initial_a
+from flower_geo.models.adapter_choice import adapter_spec, adapter_tokenizer, site_spec
+from flower_geo.models.folding import FoldedBase
+from flower_geo.models.identity_text import identity_text
+from flower_geo.site.identity import cache_folder, node_number
+from flower_geo.site.tasks.base import inner_config
+from flower_geo.training import InnerLoop, TrlLoop, evaluate_instructions, exact_match
+
+__all__ = ["Adapters"]
+
+#: Longest answer that is written out to be compared.
+EXACT_MATCH_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A base with an adapter on it, as the last request of this process left them."""
+
+    model: Any
+    base: FoldedBase
+    whole: dict[str, Tensor]
+    initial_hash: str
+    tokenizer: Any
+    identity: str
+
+
+#: The newest bench by all it depends on; only one, since a model is large.
+_benches: dict[tuple[Any, ...], _Bench] = {}
+
+
+def _bench(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: AdapterSpec) -> _Bench:
+    """Base and adapter; ``whole`` is the coordinator's spec, ``spec`` the site's."""
+    key = (
+        config.model, config.seed, config.tokenizer, config.seq_len, config.quantise, device,
+        repr(whole), repr(spec),
+    )  # fmt: skip
+    if key not in _benches:
+        _benches.clear()
+        _benches[key] = _built(config, device, whole, spec)
+    return _benches[key]
+
+
+def _built(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: AdapterSpec) -> _Bench:
+    model, seed, seq_len, quantise = config.model, config.seed, config.seq_len, config.quantise
+    words = adapter_tokenizer(model, config.tokenizer)
+    base: Any = load_base(
+        model, seed=seed, vocab_size=len(words), max_seq_len=seq_len, quantise=quantise,
+        device=device,
+    )  # fmt: skip
+    check_vocab(base, words)
+    identity = base_identity(
+        model, words, seed=seed, vocab_size=len(words), max_seq_len=seq_len,
+        chat_template=chat_template_of(words),
+    )  # fmt: skip
+    adapted = attach(base, spec, seed)
+    initial = _initial(adapted, whole, seed)
+    if quantise == "none":
+        adapted.to(torch.device(device))
+    return _Bench(
+        adapted, FoldedBase(adapted), initial, content_hash(initial), words,
+        identity_text(identity),
+    )  # fmt: skip
+
+
+class Adapters:
+    """See ``tasks.base.Task``.
+
+    Args:
+        config: the run's configuration under the site's own choices, rank and alpha
+            left as the coordinator's.
+        node_config: the site's.
+        device: torch device.
+        total_steps: of the whole run.
+        phase: is told what the site is about to do.
+    """
+
+    def __init__(
+        self,
+        config: FedAvgLoRAConfig,
+        node_config: Mapping[str, Any],
+        device: str,
+        total_steps: int,
+        phase: Callable[[str], None],
+    ) -> None:
+        self.growing: Growing = is_fold
+        self.config = config
+        self.device = device
+        self.total_steps = total_steps
+        self.whole = adapter_spec(config)
+        self.spec = site_spec(self.whole, _rank(node_config), _alpha(node_config))
+        phase("model")
+        self.bench = _bench(config, device, self.whole, self.spec)
+        self.model = self.bench.model
+        self.initial_hash = self.bench.initial_hash
+        self.identity = self.bench.identity
+        self.tokenizer_hash = tokenizer_hash(self.bench.tokenizer)
+        phase("data")
+        self.data = _data(config, node_config, self.bench.tokenizer)
+        self.data_name, self.data_fingerprint = self.data.name, self.data.fingerprint
+        self.sequences = len(self.data.train)
+        self.pad = pad_id_of(self.bench.tokenizer)
+        self._round = 0
+        self._own = names_of(config.personal)
+
+    def initial(self) -> dict[str, Tensor]:
+        """The fresh adapter at the coordinator's rank."""
+        return dict(self.bench.whole)
+
+    def schema(self) -> dict[str, Tensor]:
+        """The adapter's names and shapes at the coordinator's rank."""
+        return self.bench.whole
+
+    def sizes(self) -> dict[str, float]:
+        """Examples of both parts, and what was left out or cut."""
+        report = self.data.report
+        return {
+            "train-examples": float(len(self.data.train)),
+            "held-out-examples": float(len(self.data.held_out)),
+            "truncated": float(report.truncated), "dropped": float(sum(report.dropped.values())),
+        }  # fmt: skip
+
+    def load(
+        self,
+        base: Mapping[str, Tensor],
+        round: int,
+        personal: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
+        """Fold what is to be folded, and take the adapter at this site's rank and scale."""
+        self._round = round
+        self.bench.base.hold(folds_in(base))
+        state = self._at_my_rank({n: t for n, t in base.items() if not is_fold(n)})
+        mine = self._scaled(state, to_site=True)
+        if self._own:
+            mine |= {name: tensor for name, tensor in personal().items() if name in mine}
+        load_adapter_state(self.model, mine)
+        set_trained(self.model, lambda name: trained(name, self.config.aggregation, round))
+
+    def _at_my_rank(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        ranks = {m: self.spec.rank_of(m) for m in map(module_of, state) if m}
+        return sliced(state, ranks)
+
+    def _scaled(self, state: Mapping[str, Tensor], *, to_site: bool) -> dict[str, Tensor]:
+        """B in units of this site's scale, or back in those of the coordinator's."""
+        found = dict(state)
+        for name, tensor in state.items():
+            module = module_of(name)
+            if module and name.endswith(".lora_B.weight"):
+                ours, theirs = self.spec.scale_of(module), self.whole.scale_of(module)
+                if ours != theirs:
+                    found[name] = tensor * (theirs / ours if to_site else ours / theirs)
+        return found
+
+    def _sends(self, name: str) -> bool:
+        return sent(name, self.config.aggregation, self._round, self._own)
+
+    def trained_from(self, base: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What this round trains of the version, at this site's rank."""
+        return self._at_my_rank({name: t for name, t in base.items() if self._sends(name)})
+
+    def local(self) -> dict[str, Tensor]:
+        """The same as it is now, in the coordinator's scale."""
+        state = {name: t for name, t in adapter_state(self.model).items() if self._sends(name)}
+        return self._scaled(state, to_site=False)
+
+    def personal(self) -> dict[str, Tensor]:
+        """Tensors that match a personal pattern, in this site's scale."""
+        if not self._own:
+            return {}
+        state = adapter_state(self.model)
+        return {
+            name: tensor
+            for name, tensor in state.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._own)
+        }
+
+    def loop(self) -> InnerLoop:
+        """A loop over what this round trains."""
+        settings = replace(inner_config(self.config, self.total_steps), prox_mu=self.config.prox_mu)
+        kind = TrlLoop if self.config.inner_loop == "trl" else InnerLoop
+        return kind(self.model, settings)
+
+    def batches(self, cursor: Cursor) -> Callable[[], dict[str, Tensor]]:
+        """Batches of examples from where the cursor stands."""
+
+        def following() -> dict[str, Tensor]:
+            rows = cursor.next_indices(self.config.batch_size)
+            batch = collate([self.data.train[int(row)] for row in rows], self.pad)
+            return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+        return following
+
+    def held_out(self) -> dict[str, float]:
+        """Loss a token, token accuracy, and exact match where it is asked for."""
+        config, words = self.config, self.bench.tokenizer
+        found = evaluate_instructions(
+            self.model, self.data.held_out, lambda rows: collate(rows, self.pad),
+            config.batch_size, max_tokens=config.eval_tokens or None,
+        )  # fmt: skip
+        figures = {
+            "loss": found.loss, "eval-tokens": float(found.tokens), "accuracy": found.accuracy,
+        }  # fmt: skip
+        asked = self.data.held_out_answers[: config.exact_match]
+        if asked:
+            hits, of = exact_match(
+                self.model, words, [each.prompt_ids for each in asked],
+                [each.answer for each in asked], max_new_tokens=EXACT_MATCH_TOKENS,
+            )  # fmt: skip
+            figures["exact-match"] = hits / of
+        return figures
+
+
+def _initial(model: Any, whole: AdapterSpec, seed: int) -> dict[str, Tensor]:
+    """The fresh adapter as the coordinator has it, whatever rank this site's has."""
+    state = adapter_state(model)
+    for module, (a, b) in modules_in(state).items():
+        rank = whole.rank_of(module)
+        state[a] = initial_a(seed, module, rank, state[a].shape[1])
+        state[b] = torch.zeros(state[b].shape[0], rank)
+    return state
+
+
+def _rank(node_config: Mapping[str, Any]) -> int | None:
+    value = node_config.get("rank")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"node-config rank={value!r} is no whole number of 1 or more")
+    return value
+
+
+def _alpha(node_config: Mapping[str, Any]) -> float | None:
+    value = node_config.get("alpha")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"node-config alpha={value!r} is no number above 0")
+    return float(value)
+
+
+def _data(
+    config: FedAvgLoRAConfig, node_config: Mapping[str, Any], tokenizer: Any
+) -> InstructionCorpus:
+    partition = node_number(node_config, "partition-id", 0)
+    total = node_number(node_config, "num-partitions", partition + 1)
+    spec = instruction_spec(config.data, node_config, partition, total)
+    return prepare_instructions(
+        spec, tokenizer, seq_len=config.seq_len, cache_dir=cache_folder(node_config),
+        completion_only=config.completion_only, packing=config.packing,
+    )  # fmt: skip

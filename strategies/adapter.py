@@ -1,0 +1,145 @@
+"""The adapter as a run's coordinator needs it: initial factors, its base, export, a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flower_geo.aggregation.adapter_parts import folds_in, is_fold
+from flower_geo.aggregation.lora import combine
+from flower_geo.config import FedAvgLoRAConfig
+from flower_geo.data.instructions import chat_template_of
+from flower_geo.errors import ReplyRefused
+from flower_geo.messages import Reply
+from flower_geo.models import (
+    adapter_state,
+    attach,
+    base_identity,
+    check_vocab,
+    export_adapter,
+    export_merged,
+    load_adapter_state,
+    load_base,
+    sample_text,
+)
+from flower_geo.models.adapter import initial_a
+from flower_geo.models.adapter_choice import adapter_spec, adapter_tokenizer
+from flower_geo.models.folding import FoldedBase
+from flower_geo.models.identity_text import differing_in, identity_text
+from flower_geo.strategies.model import RunModel
+
+__all__ = ["AdapterModel"]
+
+
+class AdapterModel(RunModel):
+    """Frozen base, adapter and tokenizer named by a configuration, built when first used."""
+
+    config: FedAvgLoRAConfig
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer."""
+        return adapter_tokenizer(self.config.model, self.config.tokenizer)
+
+    @cached_property
+    def model(self) -> Any:
+        """The base with a fresh adapter on it; the base in full precision."""
+        config = self.config
+        base = load_base(
+            config.model, seed=config.seed, vocab_size=len(self.tokenizer),
+            max_seq_len=config.seq_len,
+        )  # fmt: skip
+        check_vocab(base, self.tokenizer)
+        return attach(base, self.adapter, config.seed)
+
+    @cached_property
+    def adapter(self) -> Any:
+        """Ranks and scales at the coordinator."""
+        return adapter_spec(self.config)
+
+    @cached_property
+    def identity(self) -> str:
+        """What every site's base must be."""
+        config = self.config
+        return identity_text(
+            base_identity(
+                config.model, self.tokenizer, seed=config.seed, vocab_size=len(self.tokenizer),
+                max_seq_len=config.seq_len, chat_template=chat_template_of(self.tokenizer),
+            )
+        )  # fmt: skip
+
+    @cached_property
+    def _base(self) -> FoldedBase:
+        return FoldedBase(self.model)
+
+    def weights(self) -> dict[str, Tensor]:
+        """fp32 copies of the fresh adapter."""
+        return adapter_state(self.model)
+
+    def fresh(self, names: tuple[str, str], a: Tensor, b: Tensor, round: int) -> dict[str, Tensor]:
+        """A new A and a B of zeros in place of ``a`` and ``b``, a function of seed and round."""
+        again = initial_a(
+            (self.config.seed << 20) + round, names[0].removesuffix(".lora_A.weight"), *a.shape
+        )
+        return {names[0]: again, names[1]: b.new_zeros(b.shape)}
+
+    def check(self, reply: Reply) -> None:
+        """Raise ``ReplyRefused`` for a site with another base, by name of what differs."""
+        if other := differing_in(self.identity, reply.identity):
+            raise ReplyRefused(
+                f"site {reply.site} has another base model than the coordinator: "
+                f"{', '.join(other)} differ; give both the same model folder and tokenizer"
+            )
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write ``weights`` as a PEFT folder, and the merged model where it is wanted."""
+        state = {name: tensor for name, tensor in weights.items() if not is_fold(name)}
+        together = _summed(folds_in(weights))
+        self._base.hold({})
+        export_adapter(self.model, state, self.tokenizer, folder, self.card(), together)
+        if self.config.merge:
+            export_merged(self.model, state, self.tokenizer, folder / "merged", together)
+
+    def card(self) -> dict[str, Any]:
+        """Facts for the model card."""
+        config = self.config
+        return {
+            "base_model": config.model, "run": config.run_name, "rounds": config.rounds,
+            "aggregation": config.aggregation, "rank": config.rank, "alpha": config.alpha,
+            "codec up": config.codec_up, "codec down": config.codec_down,
+            "privacy": "none: updates are sent as they are",
+        }  # fmt: skip
+
+    def put(self, weights: Mapping[str, Tensor]) -> Any:
+        """The live model under ``weights``."""
+        self._base.hold(folds_in(weights))
+        load_adapter_state(
+            self.model, {name: tensor for name, tensor in weights.items() if not is_fold(name)}
+        )
+        return self.model
+
+    def sample(self, weights: Mapping[str, Tensor]) -> str:
+        """The configured question, and what the model answers."""
+        if not self.config.sample_tokens:
+            return ""
+        question = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": self.config.sample_prompt}], tokenize=False,
+            chat_template=chat_template_of(self.tokenizer), add_generation_prompt=True,
+        )  # fmt: skip
+        return sample_text(
+            self.put(weights), self.tokenizer, question,
+            max_new_tokens=self.config.sample_tokens, seed=self.config.seed,
+        )  # fmt: skip
+
+
+def _summed(folds: Mapping[str, tuple[str, Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    """All folded factors of each module beside each other."""
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for key in sorted(folds):
+        module, b, a = folds[key]
+        pairs.setdefault(module, []).append((b, a))
+    return {module: combine(each) for module, each in pairs.items()}

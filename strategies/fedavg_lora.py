@@ -1,0 +1,189 @@
+"""Federated LoRA: adapters go up, what they stand for is averaged, one adapter comes down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flwr.app import ArrayRecord
+from torch import Tensor
+
+from flower_geo.aggregation import Contribution, ServerOptimizer, weighted_mean
+from flower_geo.aggregation.adapter_parts import (
+    fold_names,
+    folds_in,
+    is_fold,
+    module_of,
+    modules_in,
+    ranks_of,
+    sent,
+    sliced,
+)
+from flower_geo.aggregation.lora import Aggregate, Pair, aggregate, combine, compact
+from flower_geo.compression import Codec
+from flower_geo.config import FedAvgLoRAConfig, names_of, parse
+from flower_geo.errors import CorruptPayload, ReplyRefused, RoundError
+from flower_geo.strategies.adapter import AdapterModel
+from flower_geo.strategies.base import GeoStrategy
+from flower_geo.strategies.terms import Terms
+
+__all__ = ["FedAvgLoRA"]
+
+#: Rules whose next model is linear in what the sites send.
+_LINEAR = ("avg", "ffa", "alternate")
+
+
+class FedAvgLoRA(GeoStrategy):
+    """Federated fine-tuning of LoRA adapters over a frozen base.
+
+    Sent down: the adapter at the coordinator's rank, and factors folded into the base.
+    Sent up: what a site trained of the adapter, at its own rank, as differences.  The
+    next adapter is the rule of ``aggregation`` over the sites' updates ``s B A``.
+
+    Args:
+        config: a checked configuration; by default made from ``options``.
+        options: configuration keys in Python spelling (``aggregation="residual"``).
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+    """
+
+    config: FedAvgLoRAConfig
+
+    def __init__(self, config: FedAvgLoRAConfig | None = None, **options: Any) -> None:
+        if config is None:
+            named = {name.replace("_", "-"): value for name, value in options.items()}
+            config = parse(FedAvgLoRAConfig, named)
+        super().__init__(config)
+        self.model = AdapterModel(config)
+        self.personal = names_of(config.personal)
+        self.optimizer = ServerOptimizer(
+            config.server_optimizer, config.server_lr, config.server_momentum,
+            config.server_momentum, config.server_beta2, config.server_tau,
+        )  # fmt: skip
+        self._moments: dict[str, Tensor] = {}
+        self._errors: dict[str, float] = {}
+
+    def terms(self) -> Terms:
+        """An adapter is the model, its folded factors come and go, sites send parts of it."""
+        return Terms(type(self).__name__, self.model, self._part, is_fold)
+
+    def _part(
+        self, round: int, base: Mapping[str, Tensor], arrays: ArrayRecord
+    ) -> Mapping[str, Tensor]:
+        rule = self.config.aggregation
+        wanted = {n: t for n, t in base.items() if sent(n, rule, round, self.personal)}
+        try:
+            # What the blobs hold is what counts; the record only says so.
+            shapes = {
+                name: Codec.inspect(array.data).shape
+                for name, array in arrays.items()
+                if name in wanted and array.stype == "geo/1"
+            }
+            return sliced(wanted, ranks_of(shapes))
+        except (RoundError, CorruptPayload) as error:
+            raise ReplyRefused(str(error)) from None
+
+    def next_model(
+        self,
+        master: Mapping[str, Tensor],
+        base: Mapping[str, Tensor],
+        replies: Sequence[Contribution],
+    ) -> dict[str, Tensor]:
+        """Return the next adapter, and what of it is folded into the base."""
+        following, means = dict(master), dict[str, Tensor]()
+        weights, self._errors = [reply.weight for reply in replies], {}
+        for module, names in modules_in(base).items():
+            made = self._aggregated(module, names, base, replies, weights)
+            self._errors[module] = made.error
+            if self.config.aggregation == "stack":
+                # All of it goes into the base; the sites begin with a fresh A and B = 0.
+                following = self._folded(module, following, made.at_scale_one())
+                following |= self.model.fresh(names, base[names[0]], base[names[1]], self.round)
+                continue
+            if made.extra is not None:
+                following = self._folded(module, following, made.extra)
+            scale = self.model.adapter.scale_of(module)
+            b = made.B if made.scale == scale else made.B * (made.scale / scale)
+            means |= dict(zip(names, (made.A, b), strict=True))
+        whole = [name for name in base if not module_of(name) and not is_fold(name)]
+        means |= weighted_mean(base, replies, whole)
+        return following | self._stepped(master, base, means)
+
+    def _aggregated(
+        self,
+        module: str,
+        names: tuple[str, str],
+        base: Mapping[str, Tensor],
+        replies: Sequence[Contribution],
+        weights: Sequence[float],
+    ) -> Aggregate:
+        rule, scale = self.config.aggregation, self.model.adapter.scale_of(module)
+        return aggregate(
+            rule, [self._factors(base, names, reply, scale) for reply in replies], weights,
+            None if rule == "stack" else int(base[names[0]].shape[0]),
+            extra_rank=(self.config.fold_rank or None) if rule == "residual" else None,
+        )  # fmt: skip
+
+    def _stepped(
+        self, master: Mapping[str, Tensor], base: Mapping[str, Tensor], means: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The server optimizer's step on the means; what broadcasts still owe stays owed."""
+        before = {name: base[name] for name in means}
+        after, self._moments = self.optimizer.step(before, means, self._moments)
+        turned = self.config.aggregation not in _LINEAR
+        for name in after:
+            # Factors that a rule has turned have nothing in common with what was owed.
+            if master[name] is not base[name] and not (turned and module_of(name)):
+                after[name] = after[name] + (master[name] - base[name])
+        return after
+
+    def _factors(
+        self, base: Mapping[str, Tensor], names: tuple[str, str], reply: Contribution, scale: float
+    ) -> tuple[Tensor, Tensor, float]:
+        """A site's B and A as they are after its training; what it did not send is the base's."""
+        local = []
+        held = {name: reply.blob(name) for name in names if name in reply.names()}
+        shapes = {name: Codec.inspect(blob).shape for name, blob in held.items()}
+        start = sliced({name: base[name] for name in names}, ranks_of(shapes))
+        for name in names:
+            if name in held:
+                tensor = Codec.decode(held[name], shape=tuple(start[name].shape))
+                local.append(tensor if reply.kind == "weights" else start[name] - tensor)
+            else:
+                local.append(start[name])
+        return local[1], local[0], scale
+
+    def _folded(self, module: str, state: Mapping[str, Tensor], extra: Pair) -> dict[str, Tensor]:
+        """``state`` with one more pair of a module under the base.
+
+        Where a module's pairs would take more room than two whole weights, they become
+        one of the rank they really have, which is never more than its smaller side.
+        """
+        b, a = extra
+        if not bool(b.any()) or not bool(a.any()):
+            return dict(state)
+        held = {key: pair for key, pair in folds_in(state).items() if pair[0] == module}
+        rest = dict(state)
+        if sum(pair[2].shape[0] for pair in held.values()) + len(a) > 2 * min(len(b), a.shape[1]):
+            b, a = compact(*combine([*((pair[1], pair[2]) for pair in held.values()), (b, a)]))
+            rest = {
+                n: t for n, t in state.items() if not n.startswith(tuple(f"{k}." for k in held))
+            }
+        name_a, name_b = fold_names(module, self.round)
+        return rest | {name_a: a, name_b: b}
+
+    def round_figures(self) -> dict[str, Any]:
+        """Relative Frobenius error of the round's aggregation against the exact mean, by module."""
+        errors = self._errors
+        mean = math.sqrt(sum(e * e for e in errors.values()) / len(errors)) if errors else 0.0
+        return {"rule": self.config.aggregation, "error": mean, "errors": errors}
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """Moments of the server optimizer, fp32; empty for ``avg``."""
+        return dict(self._moments)
+
+    def load_outer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`outer_state` gave."""
+        self._moments = dict(state)
