@@ -130,10 +130,15 @@ class AdapterModel(RunModel):
             [{"role": "user", "content": self.config.sample_prompt}], tokenize=False,
             chat_template=chat_template_of(self.tokenizer), add_generation_prompt=True,
         )  # fmt: skip
-        return sample_text(
+        text = sample_text(
             self.put(weights), self.tokenizer, question,
             max_new_tokens=self.config.sample_tokens, seed=self.config.seed,
         )  # fmt: skip
+        asked = self.tokenizer.decode(
+            self.tokenizer(question)["input_ids"], skip_special_tokens=True
+        )
+        answer = " ".join(text.removeprefix(str(asked)).split())
+        return f"{self.config.sample_prompt} {answer}"
 
 
 def _summed(folds: Mapping[str, tuple[str, Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
