@@ -12,6 +12,7 @@ from torch import Tensor
 from flower_geo.aggregation.adapter_parts import folds_in, is_fold
 from flower_geo.aggregation.lora import combine
 from flower_geo.config import FedAvgLoRAConfig
+from flower_geo.data import load_tokenizer
 from flower_geo.data.instructions import chat_template_of
 from flower_geo.errors import ReplyRefused
 from flower_geo.messages import Reply
@@ -43,7 +44,7 @@ class AdapterModel(RunModel):
     @cached_property
     def tokenizer(self) -> Any:
         """The run's tokenizer."""
-        return adapter_tokenizer(self.config.model, self.config.tokenizer)
+        return adapter_tokenizer(self.config.model, self.config.tokenizer, load_tokenizer)
 
     @cached_property
     def model(self) -> Any:

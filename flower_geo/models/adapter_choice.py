@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from flower_geo.config import FedAvgLoRAConfig, names_of, numbers_of
-from flower_geo.data import load_tokenizer
 from flower_geo.errors import ConfigError
 from flower_geo.models.adapter_spec import AdapterSpec
 from flower_geo.models.gguf import gguf_tokenizer, is_gguf
@@ -50,13 +50,16 @@ def site_spec(spec: AdapterSpec, rank: int | None, alpha: float | None) -> Adapt
     return spec if alpha is None else replace(spec, alpha=alpha)
 
 
-def adapter_tokenizer(model: str, tokenizer: str) -> Any:
-    """The tokenizer of a name; ``model`` means the one beside the model.
+def adapter_tokenizer(model: str, tokenizer: str, load: Callable[[str], Any]) -> Any:
+    """The tokenizer of a name; ``model`` means the one beside the model, or in its GGUF file.
+
+    Args:
+        model: the base.
+        tokenizer: "model", or what ``load`` takes.
+        load: loads by name or folder, as ``flower_geo.data.load_tokenizer``.
 
     Raises:
-        DataError: it cannot be loaded.
-        ModelError: the GGUF file holds none.
+        ModelError: it cannot be loaded.
     """
-    if tokenizer != "model":
-        return load_tokenizer(tokenizer)
-    return gguf_tokenizer(model) if is_gguf(model) else load_tokenizer(model)
+    name = model if tokenizer == "model" else tokenizer
+    return gguf_tokenizer(name) if is_gguf(name) else load(name)

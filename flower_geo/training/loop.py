@@ -301,4 +301,3 @@ class InnerLoop:
             self._rng = self._live_rng()
             self._set_rng(callers)
             self.model.train(mode)
-

@@ -7,6 +7,7 @@ the commands stay as they are and take seconds.
 
 from __future__ import annotations
 
+import json
 import lzma
 import os
 import re
@@ -153,13 +154,19 @@ def test_the_same_on_real_processes(reader: Reader) -> None:
 
 
 def test_the_model_is_an_ordinary_folder(reader: Reader) -> None:
-    (code,) = [block for kind, block in BLOCKS if kind == "python"]
-    code += "\nprint(type(model).__name__, len(tokenizer))\n"
+    shown = python(reader, "AutoTokenizer", "print(type(model).__name__, len(tokenizer))")
+    assert shown.split()[-2:] == ["GPT2LMHeadModel", "4096"], shown
+
+
+def python(reader: Reader, word: str, then: str) -> str:
+    """Run the README's Python block that holds ``word``, with a line after it."""
+    (code,) = [block for kind, block in BLOCKS if kind == "python" and word in block]
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=reader.folder, env=reader.env, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, "-c", f"{code}\n{then}\n"], cwd=reader.folder, env=reader.env,
+        check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert ran.stdout.split()[-2:] == ["GPT2LMHeadModel", "4096"], ran.stdout
+    assert ran.returncode == 0, ran.stdout
+    return ran.stdout
 
 
 def test_own_model_doctor_and_report(reader: Reader) -> None:
@@ -172,12 +179,23 @@ def test_own_model_doctor_and_report(reader: Reader) -> None:
     reader.done.add(line)
     # 1 says that this machine is too small for the model, with a remedy.
     assert ran.returncode in (0, 1) and "gpt2-medium" in ran.stdout, ran.stdout + ran.stderr
-    reader.types(lines_with('model="my-model"'))
+    reader.types(lines_with("apps/diloco", 'model="my-model"'))
     assert committed(reader.folder / "runs" / "mine") == [1, 2]
     shown = reader.types(lines_with("flower-geo report"))
     assert (reader.folder / shown.strip()).is_file()
     assert "inner-lr" in reader.types("flower-geo config")
     assert "topk(density=0.03" in reader.types(lines_with("flower-geo codec"))
+
+
+def test_an_adapter_on_an_own_model_and_own_answers(reader: Reader) -> None:
+    rows = [{"question": f"What is {n} and {n}?", "answer": f"It is {2 * n}."} for n in range(60)]
+    (reader.folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shown = reader.types(lines_with("apps/fedavg_lora", "--sites 4"))
+    assert "What is AI?" in shown and committed(reader.folder / "runs" / "tuned") == [1, 2]
+    reader.types(lines_with("apps/fedavg_lora", 'model="my-model"'))
+    assert committed(reader.folder / "runs" / "adapter") == [1, 2]
+    shown = python(reader, "PeftModel", "print(type(tuned).__name__, tuned.active_adapter)")
+    assert shown.split()[-2:] == ["PeftModelForCausalLM", "default"], shown
 
 
 def test_a_coordinator_and_an_institution(reader: Reader) -> None:

@@ -21,7 +21,7 @@ from flower_geo.aggregation.adapter_parts import (
 )
 from flower_geo.compression import Growing, content_hash
 from flower_geo.config import FedAvgLoRAConfig, names_of
-from flower_geo.data import Cursor, tokenizer_hash
+from flower_geo.data import Cursor, load_tokenizer, tokenizer_hash
 from flower_geo.data.instructions import (
     InstructionCorpus,
     chat_template_of,
@@ -85,7 +85,7 @@ def _bench(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: Adap
 
 def _built(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: AdapterSpec) -> _Bench:
     model, seed, seq_len, quantise = config.model, config.seed, config.seq_len, config.quantise
-    words = adapter_tokenizer(model, config.tokenizer)
+    words = adapter_tokenizer(model, config.tokenizer, load_tokenizer)
     base: Any = load_base(
         model, seed=seed, vocab_size=len(words), max_seq_len=seq_len, quantise=quantise,
         device=device,
