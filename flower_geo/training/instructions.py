@@ -24,7 +24,8 @@ class Example(Protocol):
     """One row: ``input_ids`` and ``labels``, both ``LongTensor[n]``."""
 
     @property
-    def labels(self) -> Tensor: ...
+    def labels(self) -> Tensor:
+        """-100 where a token does not count."""
 
 
 class Examples(Protocol):

@@ -57,10 +57,12 @@ class RoundStart:
         """Add the term's gradient to that of each parameter that has one."""
         if not self.mu:
             return
-        moved = [(n, p) for n, p in self._parameters.items() if p.grad is not None]
+        moved = [(n, p, p.grad) for n, p in self._parameters.items() if p.grad is not None]
         if moved:
-            away = torch._foreach_sub([p for _, p in moved], [self._weights[n] for n, _ in moved])
-            torch._foreach_add_([p.grad for _, p in moved], away, alpha=self.mu)
+            away = torch._foreach_sub(
+                [p for _, p, _ in moved], [self._weights[n] for n, _, _ in moved]
+            )
+            torch._foreach_add_([grad for _, _, grad in moved], away, alpha=self.mu)
 
     def state(self) -> dict[str, Tensor]:
         """CPU copies of the starting weights, under ``round_start/<parameter>``."""

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ def _trainer_class() -> Any:
     class RoundTrainer(SFTTrainer):  # type: ignore[misc]
         """Takes its batches from a round and leaves every decision between steps to the loop."""
 
-        _tag_names: list[str] = []
+        _tag_names: ClassVar[list[str]] = []
         loss_is_scaled_for_ga = True  # divided by the tokens of the whole step
         rounds: TrlLoop
         this: Round | None = None
@@ -145,8 +145,13 @@ def _trainer_class() -> Any:
             super().__init__(**values)
             # Only asked to put its special tokens into the model's configuration.
             self.processing_class = None
+            # It would collect garbage before each round: a quarter of a second or more.
+            self.accelerator.free_memory = self._let_go
             self.remove_callback(PrinterCallback)
             self.add_callback(Between(self))
+
+        def _let_go(self, *_: Any) -> None:
+            self.accelerator._models, self.accelerator._optimizers = [], []
 
         def _send_telemetry(self) -> None:
             pass
@@ -236,7 +241,8 @@ def _no_tokenizer() -> Any:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
+    untyped: Any = PreTrainedTokenizerFast
+    return untyped(
         tokenizer_object=Tokenizer(WordLevel({"-": 0}, unk_token="-")), eos_token="-", pad_token="-"
     )
 

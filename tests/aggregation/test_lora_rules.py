@@ -427,7 +427,7 @@ def test_token_weights_are_the_pooled_gradient() -> None:
 
     def stepped(x: Tensor, y: Tensor) -> Tensor:
         b = torch.zeros(60, 4, dtype=torch.float64, requires_grad=True)
-        ((x @ (b @ a).T - y) ** 2).sum(1).mean().backward()
+        ((x @ (b @ a).T - y) ** 2).sum(1).mean().backward()  # type: ignore[no-untyped-call]
         assert b.grad is not None
         return -0.1 * b.grad
 

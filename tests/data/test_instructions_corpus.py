@@ -111,12 +111,14 @@ def model(kind: str) -> Any:
             vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2,
             bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
-        return GPT2LMHeadModel(gpt2).eval()
+        small: Any = GPT2LMHeadModel(gpt2)
+        return small.eval()
     llama = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    return LlamaForCausalLM(llama).eval()
+    made: Any = LlamaForCausalLM(llama)
+    return made.eval()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -7,10 +7,11 @@ import pytest
 from flower_geo.config import FedAvgLoRAConfig, parse
 from flower_geo.data import load_tokenizer
 from flower_geo.errors import ConfigError
+from flower_geo.models import AdapterSpec
 from flower_geo.models.adapter_choice import adapter_spec, adapter_tokenizer, site_spec
 
 
-def spec_of(**values: object):  # type: ignore[no-untyped-def]
+def spec_of(**values: object) -> AdapterSpec:
     return adapter_spec(
         parse(FedAvgLoRAConfig, {k.replace("_", "-"): v for k, v in values.items()})
     )
