@@ -25,7 +25,7 @@ class Example(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """-100 where a token does not count."""
+        """Next tokens to predict, -100 where there is none."""
 
 
 class Examples(Protocol):
@@ -183,7 +183,7 @@ def _write(
     cache: Any = None
     for _ in range(max_new_tokens):
         output: Any = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+            input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache,
             use_cache=True,
         )  # fmt: skip
         cache, token = output.past_key_values, output.logits[:, -1].argmax(dim=-1)

@@ -57,12 +57,14 @@ class RoundStart:
         """Add the term's gradient to that of each parameter that has one."""
         if not self.mu:
             return
-        moved = [(n, p, p.grad) for n, p in self._parameters.items() if p.grad is not None]
+        moved, starts, grads = [], [], []
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                moved.append(parameter.detach())
+                starts.append(self._weights[name])
+                grads.append(parameter.grad)
         if moved:
-            away = torch._foreach_sub(
-                [p for _, p, _ in moved], [self._weights[n] for n, _, _ in moved]
-            )
-            torch._foreach_add_([grad for _, _, grad in moved], away, alpha=self.mu)
+            torch._foreach_add_(grads, torch._foreach_sub(moved, starts), alpha=self.mu)
 
     def state(self) -> dict[str, Tensor]:
         """CPU copies of the starting weights, under ``round_start/<parameter>``."""

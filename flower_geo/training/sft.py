@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class TrlLoop(InnerLoop):
 def _build(model: nn.Module, config: InnerConfig, device: torch.device) -> Any:
     try:
         from datasets import Dataset
-        from trl import SFTConfig
+        from trl.trainer.sft_config import SFTConfig
     except ImportError as error:
         raise TrainingError(
             f"training by TRL needs what is not installed ({error}); "
@@ -114,7 +114,7 @@ def _build(model: nn.Module, config: InnerConfig, device: torch.device) -> Any:
 def _trainer_class() -> Any:
     """The trainer, defined when first wanted: a site of the lean loop never imports TRL."""
     from transformers import PrinterCallback, TrainerCallback
-    from trl import SFTTrainer
+    from trl.trainer.sft_trainer import SFTTrainer
 
     class Between(TrainerCallback):
         """Before and after each optimizer step."""
@@ -131,10 +131,12 @@ def _trainer_class() -> Any:
             if trainer.this.ends(trainer.rounds._settle):
                 control.should_training_stop = True
 
-    class RoundTrainer(SFTTrainer):  # type: ignore[misc]
+    base: Any = SFTTrainer  # comes without types worth having
+
+    class RoundTrainer(base):  # type: ignore[misc]
         """Takes its batches from a round and leaves every decision between steps to the loop."""
 
-        _tag_names: ClassVar[list[str]] = []
+        _tag_names = ()
         loss_is_scaled_for_ga = True  # divided by the tokens of the whole step
         rounds: TrlLoop
         this: Round | None = None
@@ -241,8 +243,8 @@ def _no_tokenizer() -> Any:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    untyped: Any = PreTrainedTokenizerFast
-    return untyped(
+    fast: Any = PreTrainedTokenizerFast
+    return fast(
         tokenizer_object=Tokenizer(WordLevel({"-": 0}, unk_token="-")), eos_token="-", pad_token="-"
     )
 

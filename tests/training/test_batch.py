@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 def capped() -> Any:
     """A model that caps its logits after the head."""
     torch.manual_seed(0)
-    settings: Any = Gemma2Config
-    return Gemma2ForCausalLM(settings(
+    values: dict[str, Any] = {"attn_implementation": "eager"}
+    return Gemma2ForCausalLM(Gemma2Config(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,
         num_attention_heads=2, num_key_value_heads=1, final_logit_softcapping=0.1,
-        attn_implementation="eager",
+        **values,
     ))  # fmt: skip
 
 
@@ -52,8 +52,8 @@ def test_logits_and_gradient_are_the_models_own_where_labels_count(name: str) ->
     model, batch = MODELS[name]().eval(), labelled(3, rows=3)()
     places = counted(batch)
     logits, targets = counted_logits(model, batch, places, CPU)
-    loss = nn.functional.cross_entropy(logits, targets)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss: Any = nn.functional.cross_entropy(logits, targets)
+    loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     output = model(**batch, use_cache=False)
