@@ -87,15 +87,15 @@ def decompose(terms: Sequence[Term], rank: int | None) -> LowRank:
     Raises:
         FactorError: the sum is beyond what fp64 holds.
     """
-    columns = _columns(terms)
-    left, left_core = _householder(_stack_left(terms, columns))
-    right, right_core = _householder(_stack_right(terms, columns).T)
+    floor = ROUNDING * _size(terms)
+    left, left_core = _householder(_stack_left(terms))
+    right, right_core = _householder(_stack_right(terms).T)
     core = left_core @ right_core.T
     if not bool(torch.isfinite(core).all()):
         raise FactorError(_TOO_LARGE)
     few = min(core.shape)
     u, values, vh = torch.linalg.svd(core, full_matrices=rank is not None and rank > few)
-    values[values <= ROUNDING * columns.size] = 0.0
+    values[values <= floor] = 0.0
     kept = int(values.count_nonzero()) if rank is None else rank
     known = min(kept, few)
     u, vh = u[:, :known], vh[: min(kept, vh.shape[0])]
@@ -117,16 +117,16 @@ def norms(terms: Sequence[Term]) -> tuple[float, float]:
     Raises:
         FactorError: a sum is beyond what fp64 holds.
     """
-    columns = _columns(terms)
-    _, left = _householder(_stack_left(terms, columns))
-    right = _stack_right(terms, columns)
+    floor = ROUNDING * _size(terms)
+    _, left = _householder(_stack_left(terms))
+    right = _stack_right(terms)
     found = []
     # The QR decomposition of the first columns is the first columns of the whole one's.
     for width in (right.shape[0], right.shape[0] - terms[-1].A.shape[0]):
         value = float(torch.linalg.matrix_norm(left[:, :width] @ right[:width]))
         if not math.isfinite(value):
             raise FactorError(_TOO_LARGE)
-        found.append(value if value > ROUNDING * columns.size else 0.0)
+        found.append(value if value > floor else 0.0)
     return found[0], found[1]
 
 
@@ -228,57 +228,39 @@ def _fp32(found: LowRank, rank: int | None = None) -> Pair:
     return to_fp32(found.B[:, :rank], "B"), to_fp32(found.A[:rank], "A")
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """How each of a sum's rank-1 products is shared out between both sides.
-
-    A site may keep its B tiny and its A large, another the other way round.  Stacked as
-    they are, rounding would be of the size of the two largest, not of the products.
-
-    Attributes:
-        left: factor of each column of B, coefficients included.
-        right: factor of each row of A.
-        size: sum of the norms of the rank-1 products.
-    """
-
-    left: list[Tensor]
-    right: list[Tensor]
-    size: float
-
-
-def _columns(terms: Sequence[Term]) -> _Columns:
-    left, right, size = [], [], 0.0
+def _size(terms: Sequence[Term]) -> float:
+    """Sum of the norms of all rank-1 products: what rounding is measured by."""
+    size = 0.0
     for term in terms:
-        b = torch.linalg.vector_norm(term.B, dim=0, dtype=torch.float64) * abs(term.coefficient)
+        b = torch.linalg.vector_norm(term.B, dim=0, dtype=torch.float64)
         a = torch.linalg.vector_norm(term.A, dim=1, dtype=torch.float64)
-        size += float((a * b).sum())
-        ratio = torch.where((a > 0) & (b > 0), (a / b).clamp(1e-200, 1e200), 1.0)
-        # A power of two, so that nothing is rounded.
-        even = torch.exp2(torch.round(torch.log2(ratio) / 2))
-        left.append(term.coefficient * even)
-        right.append(1.0 / even)
-    return _Columns(left, right, size)
+        size += abs(term.coefficient) * float((a * b).sum())
+    return size
 
 
-def _stack_left(terms: Sequence[Term], columns: _Columns) -> Tensor:
-    """Fp64 [out, sum r_i]."""
+# Householder's QR rounds each column by that column's own size.  So a site may keep its B
+# tiny and its A large and another the other way round: stacked as they are, they are safe.
+
+
+def _stack_left(terms: Sequence[Term]) -> Tensor:
+    """Fp64 [out, sum r_i], coefficients included."""
     width = sum(term.A.shape[0] for term in terms)
     stack, at = torch.empty(terms[0].B.shape[0], width, dtype=torch.float64), 0
-    for term, factor in zip(terms, columns.left, strict=True):
-        part = stack[:, at : at + factor.numel()]
-        part.copy_(term.B).mul_(factor)
-        at += factor.numel()
+    for term in terms:
+        rank = term.A.shape[0]
+        stack[:, at : at + rank].copy_(term.B).mul_(term.coefficient)
+        at += rank
     return stack
 
 
-def _stack_right(terms: Sequence[Term], columns: _Columns) -> Tensor:
+def _stack_right(terms: Sequence[Term]) -> Tensor:
     """Fp64 [sum r_i, in]."""
     height = sum(term.A.shape[0] for term in terms)
     stack, at = torch.empty(height, terms[0].A.shape[1], dtype=torch.float64), 0
-    for term, factor in zip(terms, columns.right, strict=True):
-        part = stack[at : at + factor.numel()]
-        part.copy_(term.A).mul_(factor.unsqueeze(1))
-        at += factor.numel()
+    for term in terms:
+        rank = term.A.shape[0]
+        stack[at : at + rank].copy_(term.A)
+        at += rank
     return stack
 
 
