@@ -19,6 +19,7 @@ from flower_geo.aggregation.adapter_parts import (
     ranks_of,
     sent,
     sliced,
+    trained,
 )
 from flower_geo.aggregation.lora import Aggregate, Pair, aggregate, combine, compact
 from flower_geo.compression import Codec
@@ -96,7 +97,7 @@ class FedAvgLoRA(GeoStrategy):
         weights, self._errors = [reply.weight for reply in replies], {}
         for module, names in modules_in(base).items():
             made = self._aggregated(module, names, base, replies, weights)
-            self._errors[module] = made.error
+            self._errors[module] = made.error if math.isfinite(made.error) else 1.0
             if self.config.aggregation == "stack":
                 # All of it goes into the base; the sites begin with a fresh A and B = 0.
                 following = self._folded(module, following, made.at_scale_one())
@@ -106,7 +107,12 @@ class FedAvgLoRA(GeoStrategy):
                 following = self._folded(module, following, made.extra)
             scale = self.model.adapter.scale_of(module)
             b = made.B if made.scale == scale else made.B * (made.scale / scale)
-            means |= dict(zip(names, (made.A, b), strict=True))
+            # A frozen side stays the coordinator's own: sites of lower rank had part of it.
+            means |= {
+                name: factor
+                for name, factor in zip(names, (made.A, b), strict=True)
+                if trained(name, self.config.aggregation, self.round)
+            }
         whole = [name for name in base if not module_of(name) and not is_fold(name)]
         means |= weighted_mean(base, replies, whole)
         return following | self._stepped(master, base, means)

@@ -9,7 +9,7 @@ import torch
 
 from flower_geo.aggregation.lora import RULES, aggregate
 from flower_geo.errors import FactorError
-from tests.aggregation.lora_sites import EXACT, MIXED, away, mean_update, site, sites
+from tests.aggregation.adapters import EXACT, MIXED, away, mean_update, site, sites
 
 # ------------------------------------------------------------------ one site, equal sites
 
@@ -268,6 +268,14 @@ def test_avg_is_zero_padding() -> None:
     wide = aggregate("avg", factors, [1, 3], rank=12)
     assert torch.equal(wide.A[:8], made.A)
     assert not wide.A[8:].any()
+
+
+def test_avg_folds_scales_into_b_only() -> None:
+    (b0, a0, _), (b1, a1, _) = factors = sites((8, 8), (2.0, 1.0))
+    made = aggregate("avg", factors, [1, 3])
+    assert made.scale == 1.0
+    torch.testing.assert_close(made.A, 0.25 * a0 + 0.75 * a1)
+    torch.testing.assert_close(made.B, 0.25 * 2.0 * b0 + 0.75 * b1)
 
 
 @pytest.mark.parametrize("rank", [None, 3, 20])

@@ -1,4 +1,4 @@
-"""Sites' factors for the tests of LoRA aggregation, and their dense mean."""
+"""Factors of made-up sites, and their mean update by the dense way."""
 
 from __future__ import annotations
 
