@@ -11,10 +11,12 @@ Three parts, each a run of ``flower-geo run`` as people start it:
 
     python -m benchmarks.bench_faults           # about twelve minutes on two cores
     python -m benchmarks.bench_faults --quick   # four, to see that it works
+    python -m benchmarks.bench_faults --outside # the last part anew, beside the others as known
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -27,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.deployed import Deployment, deployed
-from benchmarks.figures import publish, run_python, table
+from benchmarks.figures import output_folder, publish, run_python, table
 
 SETTINGS: dict[str, Any] = {
     "model": "gpt2-nano", "seq-len": 128, "batch-size": 8, "eval-every": 0, "eval-tokens": 2048,
@@ -268,6 +270,13 @@ def main(quick: bool = False) -> dict[str, Any]:
     return figures
 
 
+def outside_again() -> None:
+    """Measure the time outside training anew, beside what is known of the rest."""
+    sizes, path = Sizes(), output_folder() / "faults.json"
+    figures = json.loads(path.read_text())["figures"] | {"outside": outside_training(sizes)}
+    publish("faults", "What faults cost", _text(figures, sizes), figures)
+
+
 def _text(figures: dict[str, Any], sizes: Sizes) -> str:
     lost, seconds, loading = (
         figures["steps_lost"], figures["seconds_to_go_on"], figures["seconds_loading"],
@@ -316,4 +325,4 @@ def _text(figures: dict[str, Any], sizes: Sizes) -> str:
 
 
 if __name__ == "__main__":
-    main("--quick" in sys.argv)
+    outside_again() if "--outside" in sys.argv else main("--quick" in sys.argv)
