@@ -28,10 +28,13 @@ __all__ = [
     "Built",
     "Files",
     "Source",
+    "json_lines",
     "load_built",
     "open_source",
+    "plain_text",
     "readable",
     "unpacked",
+    "whole_parquet",
     "wrong_encoding",
 ]
 
@@ -94,7 +97,7 @@ class Files:
                     continue
                 handle = unpacked(raw, kind)
                 if kind.startswith(".jsonl"):
-                    yield from _json_lines(handle, path, self.field)
+                    yield from _text_lines(handle, path, self.field)
                 else:
                     yield from separated(_decoded(handle, path))
 
@@ -252,13 +255,17 @@ def wrong_encoding(path: Any, offset: int, error: UnicodeDecodeError) -> DataErr
     )
 
 
-def _json_lines(handle: IO[bytes], path: Any, field: str) -> Events:
+def json_lines(handle: IO[bytes], path: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) a line that is not blank; a byte order mark is passed over.
+
+    Raises:
+        DataError: a line is not UTF-8 or not JSON.
+    """
     position = 0
     for number, line in enumerate(handle, start=1):
         start, position = position, position + len(line)
-        if number == 1:
-            marked = line.startswith(codecs.BOM_UTF8)
-            line, start = line.removeprefix(codecs.BOM_UTF8), start + 3 * marked
+        if number == 1 and line.startswith(codecs.BOM_UTF8):
+            line, start = line.removeprefix(codecs.BOM_UTF8), start + len(codecs.BOM_UTF8)
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -267,11 +274,16 @@ def _json_lines(handle: IO[bytes], path: Any, field: str) -> Events:
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where} is not JSON ({error}): write one JSON object a line"
             ) from error
+        yield where, value
+
+
+def _text_lines(handle: IO[bytes], path: Any, field: str) -> Events:
+    for where, row in json_lines(handle, path):
         if not isinstance(row, dict):
             raise DataError(f"{where} is not a JSON object: write {{{field!r}: ...}} a line")
         if field not in row:
@@ -284,10 +296,9 @@ def _json_lines(handle: IO[bytes], path: Any, field: str) -> Events:
 
 
 def _parquet(raw: IO[bytes], path: Any, field: str) -> Events:
-    import pyarrow
     import pyarrow.parquet
 
-    try:
+    with whole_parquet(path):
         table = pyarrow.parquet.ParquetFile(raw)
         names = table.schema_arrow.names
         if field not in names:
@@ -300,6 +311,15 @@ def _parquet(raw: IO[bytes], path: Any, field: str) -> Events:
             for value in batch.column(0).to_pylist():
                 yield from _document(value, field, f"{path}, row {row}")
                 row += 1
+
+
+@contextmanager
+def whole_parquet(path: Any) -> Iterator[None]:
+    """What pyarrow raises for a file it cannot read becomes a ``DataError``."""
+    import pyarrow
+
+    try:
+        yield
     except pyarrow.ArrowException as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"{path} is not a whole Parquet file ({reason}): write it again") from error
@@ -313,6 +333,16 @@ def _document(value: object, field: str, where: str) -> Events:
         raise DataError(
             f"{where}: field {field!r} holds {type(value).__name__}, not text: make it a string"
         )
+    yield plain_text(value, field, where)
+    yield None
+
+
+def plain_text(value: str, field: str, where: str) -> str:
+    """A field's text with plain line ends.
+
+    Raises:
+        DataError: it cannot be written as UTF-8.
+    """
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -320,5 +350,4 @@ def _document(value: object, field: str, where: str) -> Events:
             f"{where}: field {field!r} holds half of a surrogate pair at letter {error.start}: "
             "write it as UTF-8"
         ) from error
-    yield value.replace("\r\n", "\n").replace("\r", "\n")
-    yield None
+    return value.replace("\r\n", "\n").replace("\r", "\n")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flower_geo.data.sources import plain_text
 from flower_geo.errors import DataError
 
 __all__ = ["FORMS", "ROLES", "Conversation", "Dropped", "conversation"]
@@ -179,14 +180,7 @@ def _text(value: object, field: str, where: str, *, needed: bool = True) -> str:
         raise DataError(
             f"{where}: field {field!r} holds {_kind(value)}, not text: make it a string"
         )
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: field {field!r} holds half of a surrogate pair at letter {error.start}: "
-            "write it as UTF-8"
-        ) from error
-    text = value.replace("\r\n", "\n").replace("\r", "\n").strip()
+    text = plain_text(value, field, where).strip()
     if needed and not text:
         raise Dropped("empty")
     return text

@@ -7,7 +7,6 @@ line or a batch at a time; a JSON file is read whole.
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
 import json
@@ -18,7 +17,14 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from flower_geo.data.instructions.spec import CATEGORIES, is_glob
-from flower_geo.data.sources import load_built, readable, unpacked, wrong_encoding
+from flower_geo.data.sources import (
+    json_lines,
+    load_built,
+    readable,
+    unpacked,
+    whole_parquet,
+    wrong_encoding,
+)
 from flower_geo.data.spec import DataSpec
 from flower_geo.errors import DataError
 
@@ -162,24 +168,7 @@ def _kind(name: str) -> str:
 
 
 def _json_lines(handle: IO[bytes], path: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    position = 0
-    for number, line in enumerate(handle, start=1):
-        start, position = position, position + len(line)
-        if number == 1 and line.startswith(codecs.BOM_UTF8):
-            line, start = line.removeprefix(codecs.BOM_UTF8), start + len(codecs.BOM_UTF8)
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise wrong_encoding(path, start + error.start, error) from error
-        if text.isspace() or not text:
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{where} is not JSON ({error}): write one JSON object a line"
-            ) from error
+    for where, row in json_lines(handle, path):
         yield where, _object(row, where)
 
 
@@ -208,16 +197,10 @@ def _object(row: Any, where: str) -> dict[str, Any]:
 
 
 def _parquet(raw: IO[bytes], path: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
     import pyarrow.parquet
 
-    number = 0
-    try:
+    with whole_parquet(path):
         table = pyarrow.parquet.ParquetFile(raw)
-        for batch in table.iter_batches(batch_size=_BATCH):
-            for row in batch.to_pylist():
-                yield f"{path}, row {number}", row
-                number += 1
-    except pyarrow.ArrowException as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"{path} is not a whole Parquet file ({reason}): write it again") from error
+        rows = (row for batch in table.iter_batches(batch_size=_BATCH) for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            yield f"{path}, row {number}", row
