@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flower_geo.aggregation.adapter_parts import folds_in, is_fold
+from flower_geo.aggregation.adapter_parts import folds_in, is_fold, module_of
 from flower_geo.aggregation.lora import combine
 from flower_geo.config import FedAvgLoRAConfig
 from flower_geo.data import load_tokenizer
@@ -22,7 +22,6 @@ from flower_geo.models import (
     base_identity,
     check_vocab,
     export_adapter,
-    export_merged,
     load_adapter_state,
     load_base,
     sample_text,
@@ -83,9 +82,7 @@ class AdapterModel(RunModel):
 
     def fresh(self, names: tuple[str, str], a: Tensor, b: Tensor, round: int) -> dict[str, Tensor]:
         """A new A and a B of zeros in place of ``a`` and ``b``, a function of seed and round."""
-        again = initial_a(
-            (self.config.seed << 20) + round, names[0].removesuffix(".lora_A.weight"), *a.shape
-        )
+        again = initial_a((self.config.seed << 20) + round, module_of(names[0]), *a.shape)
         return {names[0]: again, names[1]: b.new_zeros(b.shape)}
 
     def check(self, reply: Reply) -> None:
@@ -101,9 +98,10 @@ class AdapterModel(RunModel):
         state = {name: tensor for name, tensor in weights.items() if not is_fold(name)}
         together = _summed(folds_in(weights))
         self._base.hold({})
-        export_adapter(self.model, state, self.tokenizer, folder, self.card(), together)
-        if self.config.merge:
-            export_merged(self.model, state, self.tokenizer, folder / "merged", together)
+        export_adapter(
+            self.model, state, self.tokenizer, folder, self.card(), together,
+            merged=self.config.merge or None,
+        )  # fmt: skip
 
     def card(self) -> dict[str, Any]:
         """Facts for the model card."""

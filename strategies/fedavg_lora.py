@@ -12,6 +12,7 @@ from torch import Tensor
 from flower_geo.aggregation import Contribution, ServerOptimizer, weighted_mean
 from flower_geo.aggregation.adapter_parts import (
     fold_names,
+    fold_sides,
     folds_in,
     is_fold,
     module_of,
@@ -23,6 +24,7 @@ from flower_geo.aggregation.adapter_parts import (
 )
 from flower_geo.aggregation.lora import Aggregate, Pair, aggregate, combine, compact
 from flower_geo.compression import Codec
+from flower_geo.compression.records import STYPE
 from flower_geo.config import FedAvgLoRAConfig, names_of, parse
 from flower_geo.errors import CorruptPayload, ReplyRefused, RoundError
 from flower_geo.strategies.adapter import AdapterModel
@@ -80,7 +82,7 @@ class FedAvgLoRA(GeoStrategy):
             shapes = {
                 name: Codec.inspect(array.data).shape
                 for name, array in arrays.items()
-                if name in wanted and array.stype == "geo/1"
+                if name in wanted and array.stype == STYPE
             }
             return sliced(wanted, ranks_of(shapes))
         except (RoundError, CorruptPayload) as error:
@@ -93,18 +95,19 @@ class FedAvgLoRA(GeoStrategy):
         replies: Sequence[Contribution],
     ) -> dict[str, Tensor]:
         """Return the next adapter, and what of it is folded into the base."""
-        following, means = dict(master), dict[str, Tensor]()
+        means, fresh = dict[str, Tensor](), dict[str, Tensor]()
+        extras: dict[str, Pair] = {}
         weights, self._errors = [reply.weight for reply in replies], {}
         for module, names in modules_in(base).items():
             made = self._aggregated(module, names, base, replies, weights)
             self._errors[module] = made.error if math.isfinite(made.error) else 1.0
             if self.config.aggregation == "stack":
                 # All of it goes into the base; the sites begin with a fresh A and B = 0.
-                following = self._folded(module, following, made.at_scale_one())
-                following |= self.model.fresh(names, base[names[0]], base[names[1]], self.round)
+                extras[module] = made.at_scale_one()
+                fresh |= self.model.fresh(names, base[names[0]], base[names[1]], self.round)
                 continue
             if made.extra is not None:
-                following = self._folded(module, following, made.extra)
+                extras[module] = made.extra
             scale = self.model.adapter.scale_of(module)
             b = made.B if made.scale == scale else made.B * (made.scale / scale)
             # A frozen side stays the coordinator's own: sites of lower rank had part of it.
@@ -115,7 +118,7 @@ class FedAvgLoRA(GeoStrategy):
             }
         whole = [name for name in base if not module_of(name) and not is_fold(name)]
         means |= weighted_mean(base, replies, whole)
-        return following | self._stepped(master, base, means)
+        return self._folded(master, extras) | fresh | self._stepped(master, base, means)
 
     def _aggregated(
         self,
@@ -149,8 +152,8 @@ class FedAvgLoRA(GeoStrategy):
         self, base: Mapping[str, Tensor], names: tuple[str, str], reply: Contribution, scale: float
     ) -> tuple[Tensor, Tensor, float]:
         """A site's B and A as they are after its training; what it did not send is the base's."""
-        local = []
-        held = {name: reply.blob(name) for name in names if name in reply.names()}
+        local, there = [], reply.names()
+        held = {name: reply.blob(name) for name in names if name in there}
         shapes = {name: Codec.inspect(blob).shape for name, blob in held.items()}
         start = sliced({name: base[name] for name in names}, ranks_of(shapes))
         for name in names:
@@ -161,24 +164,28 @@ class FedAvgLoRA(GeoStrategy):
                 local.append(start[name])
         return local[1], local[0], scale
 
-    def _folded(self, module: str, state: Mapping[str, Tensor], extra: Pair) -> dict[str, Tensor]:
-        """``state`` with one more pair of a module under the base.
+    def _folded(self, state: Mapping[str, Tensor], extras: Mapping[str, Pair]) -> dict[str, Tensor]:
+        """``state`` with one more pair under the base for each module that has an extra one.
 
         Where a module's pairs would take more room than two whole weights, they become
         one of the rank they really have, which is never more than its smaller side.
         """
-        b, a = extra
-        if not bool(b.any()) or not bool(a.any()):
-            return dict(state)
-        held = {key: pair for key, pair in folds_in(state).items() if pair[0] == module}
-        rest = dict(state)
-        if sum(pair[2].shape[0] for pair in held.values()) + len(a) > 2 * min(len(b), a.shape[1]):
-            b, a = compact(*combine([*((pair[1], pair[2]) for pair in held.values()), (b, a)]))
-            rest = {
-                n: t for n, t in state.items() if not n.startswith(tuple(f"{k}." for k in held))
-            }
-        name_a, name_b = fold_names(module, self.round)
-        return rest | {name_a: a, name_b: b}
+        following = dict(state)
+        held: dict[str, dict[str, Pair]] = {}
+        for key, (module, b, a) in folds_in(state).items():
+            held.setdefault(module, {})[key] = (b, a)
+        for module, (b, a) in extras.items():
+            if not bool(b.any()) or not bool(a.any()):
+                continue
+            before = held.get(module, {})
+            if sum(len(each) for _, each in before.values()) + len(a) > 2 * min(len(b), a.shape[1]):
+                b, a = compact(*combine([*before.values(), (b, a)]))
+                for key in before:
+                    for name in fold_sides(key):
+                        del following[name]
+            name_a, name_b = fold_names(module, self.round)
+            following |= {name_a: a, name_b: b}
+        return following
 
     def round_figures(self) -> dict[str, Any]:
         """Relative Frobenius error of the round's aggregation against the exact mean, by module."""

@@ -18,6 +18,7 @@ from flower_geo.errors import RoundError
 __all__ = [
     "FOLD",
     "fold_names",
+    "fold_sides",
     "folds_in",
     "is_fold",
     "module_of",
@@ -25,6 +26,7 @@ __all__ = [
     "ranks_of",
     "sent",
     "sliced",
+    "stays",
     "trained",
 ]
 
@@ -40,8 +42,12 @@ def is_fold(name: str) -> bool:
 
 def fold_names(module: str, round: int) -> tuple[str, str]:
     """Names of the A and B of a module that a round folds into the base."""
-    stem = f"{FOLD}{round:06d}.{module}"
-    return stem + _A, stem + _B
+    return fold_sides(f"{FOLD}{round:06d}.{module}")
+
+
+def fold_sides(key: str) -> tuple[str, str]:
+    """Names of the A and B behind a key of :func:`folds_in`."""
+    return key + _A, key + _B
 
 
 def folds_in(state: Mapping[str, Tensor]) -> dict[str, tuple[str, Tensor, Tensor]]:
@@ -92,10 +98,14 @@ def trained(name: str, aggregation: str, round: int) -> bool:
     return True
 
 
+def stays(name: str, personal: Iterable[str]) -> bool:
+    """Whether a tensor never leaves its site: it matches one of the shell patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in personal)
+
+
 def sent(name: str, aggregation: str, round: int, personal: Iterable[str] = ()) -> bool:
-    """Whether a site sends what it trained: all but what matches a personal pattern."""
-    stays = any(fnmatch.fnmatchcase(name, pattern) for pattern in personal)
-    return trained(name, aggregation, round) and not stays
+    """Whether a site sends what it trained: all but what stays."""
+    return trained(name, aggregation, round) and not stays(name, personal)
 
 
 def ranks_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

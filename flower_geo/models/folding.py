@@ -31,6 +31,7 @@ class FoldedBase:
 
     def __init__(self, model: PeftModel) -> None:
         self.model = model
+        self._layers = lora_layers(model)
         self._held: dict[str, tuple[str, Tensor, Tensor]] = {}
         self._own: dict[str, Tensor] = {}
 
@@ -57,8 +58,7 @@ class FoldedBase:
             self._held[key] = folds[key]
 
     def _weight(self, module: str) -> Tensor:
-        layer = lora_layers(self.model)[module_name(module)]
-        weight: Tensor = layer.get_base_layer().weight
+        weight: Tensor = self._layers[module_name(module)].get_base_layer().weight
         return weight
 
     @torch.no_grad()

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flower_geo.data.instructions import IGNORED
 from flower_geo.errors import DataError
 
 __all__ = ["IGNORED", "Batch", "Counted", "counted", "counted_logits", "model_inputs"]
-
-#: Label of a token that is not to be predicted.
-IGNORED = -100
 
 Batch = Tensor | Mapping[str, Tensor]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +16,7 @@ from flower_geo.errors import DataError
 from flower_geo.training.precision import autocast, device_of
 from flower_geo.training.schedule import Precision
 
-__all__ = ["EvalResult", "Sequences", "evaluate"]
+__all__ = ["EvalResult", "Sequences", "evaluate", "evaluating"]
 
 
 class Sequences(Protocol):
@@ -71,9 +73,7 @@ def evaluate(
     chosen = _spread(len(split), split[0].numel() - 1, max_tokens)
     total = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
-    training = model.training
-    model.train(False)
-    try:
+    with evaluating(model):
         for begin in range(0, len(chosen), batch_size):
             rows = [split[index] for index in chosen[begin : begin + batch_size]]
             batch = torch.stack(rows).to(device)
@@ -84,9 +84,18 @@ def evaluate(
             )
             total += losses.sum(dtype=torch.float64)
             tokens += losses.numel()
+    return EvalResult(float(total), tokens)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; the mode before is put back at the end."""
+    training = model.training
+    model.train(False)
+    try:
+        yield
     finally:
         model.train(training)
-    return EvalResult(float(total), tokens)
 
 
 def _spread(available: int, predictions: int, max_tokens: int | None) -> list[int]:

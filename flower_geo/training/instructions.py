@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from torch.nn import functional
 
 from flower_geo.errors import DataError
 from flower_geo.training.batch import IGNORED, counted, counted_logits
+from flower_geo.training.evaluation import evaluating
 from flower_geo.training.precision import autocast, device_of
 from flower_geo.training.schedule import Precision
 
@@ -102,7 +102,7 @@ def evaluate_instructions(
     total = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros((), dtype=torch.long, device=device)
     tokens = 0
-    with _evaluating(model):
+    with evaluating(model):
         for begin in range(0, len(chosen), batch_size):
             batch = collate([examples[index] for index in chosen[begin : begin + batch_size]])
             places = counted(batch)
@@ -151,7 +151,7 @@ def exact_match(
     ends = _ends(model, tokenizer)
     order = sorted(range(len(prompts)), key=lambda index: prompts[index].numel())
     hits = 0
-    with _evaluating(model), autocast(precision, device_of(model)):
+    with evaluating(model), autocast(precision, device_of(model)):
         for begin in range(0, len(order), batch_size):
             chosen = order[begin : begin + batch_size]
             written = _write(model, [prompts[index] for index in chosen], ends, max_new_tokens)
@@ -223,13 +223,3 @@ def _spread(useful: list[int], tokens: int, max_tokens: int | None) -> list[int]
     if max_tokens is not None and max_tokens < tokens:
         count = max(1, round(count * max_tokens / tokens))
     return [useful[index * len(useful) // count] for index in range(count)]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.train(False)
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -35,18 +35,29 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    folder = tmp_path_factory.mktemp("cluster")
-    env = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05", "OMP_NUM_THREADS": "1"}
-    with LocalCluster(3, name="itest", folder=folder / "c", env=env) as started:
+    with three_sites("itest", tmp_path_factory) as started:
         yield started
 
 
+def three_sites(name: str, tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
+    """A cluster to be entered; its coordinator looks for work all the time."""
+    env = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05", "OMP_NUM_THREADS": "1"}
+    return LocalCluster(3, name=name, folder=tmp_path_factory.mktemp("cluster") / "c", env=env)
+
+
 def start(run_dir: Path, name: str, **settings: Any) -> subprocess.Popen[str]:
+    """A DiLoCo run of this module's settings."""
+    return start_app("diloco", "itest", run_dir, name, SETTINGS | settings)
+
+
+def start_app(
+    app: str, cluster: str, run_dir: Path, name: str, settings: dict[str, Any]
+) -> subprocess.Popen[str]:
     """``flower-geo run`` as people start it."""
-    values = SETTINGS | settings | {"run-name": name, "run-dir": str(run_dir)}
+    values = settings | {"run-name": name, "run-dir": str(run_dir)}
     config = " ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in values.items())
     return subprocess.Popen(
-        [str(FLOWER_GEO), "run", str(REPO / "apps/diloco"), "itest", "--plain", "-c", config],
+        [str(FLOWER_GEO), "run", str(REPO / "apps" / app), cluster, "--plain", "-c", config],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir,
     )  # fmt: skip
 

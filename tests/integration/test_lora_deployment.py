@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,25 +12,20 @@ from peft import PeftModel
 from flower_geo.launch.cluster import LocalCluster
 from flower_geo.models import build_model
 from flower_geo.observe import read_metrics
-from tests.integration.test_deployment import committed, finished, wait_for
-
-REPO = Path(__file__).resolve().parents[2]
-FLOWER_GEO = Path(sys.executable).with_name("flower-geo")
+from tests.integration.test_deployment import committed, finished, start_app, three_sites, wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SETTINGS: dict[str, Any] = {
     "model": "llama-pico", "rounds": 3, "inner-steps": 20, "seq-len": 64, "batch-size": 4,
     "warmup-steps": 2, "eval-tokens": 256, "eval-every": 0, "min-sites": 2, "sample-tokens": 8,
-    "rank": 4, "run-name": "tuned",
+    "rank": 4,
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    folder = tmp_path_factory.mktemp("cluster")
-    env = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05", "OMP_NUM_THREADS": "1"}
-    with LocalCluster(3, name="itest-lora", folder=folder / "c", env=env) as started:
+    with three_sites("itest-lora", tmp_path_factory) as started:
         yield started
 
 
@@ -40,13 +33,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def test_a_supernode_is_killed_and_the_adapter_comes_out(
     rule: str, cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    values = {**SETTINGS, "aggregation": rule, "run-dir": str(tmp_path)}
-    config = " ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in values.items())
-    process = subprocess.Popen(
-        [str(FLOWER_GEO), "run", str(REPO / "apps/fedavg_lora"), "itest-lora", "--plain", "-c",
-         config],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
-    )  # fmt: skip
+    settings = SETTINGS | {"aggregation": rule}
+    process = start_app("fedavg_lora", "itest-lora", tmp_path, "tuned", settings)
     folder = tmp_path / "tuned"
     wait_for(folder, "round", 1)
     cluster.supernodes[2].kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from flower_geo.aggregation.adapter_parts import (
     modules_in,
     sent,
     sliced,
+    stays,
     trained,
 )
 from flower_geo.compression import Growing, content_hash
@@ -64,6 +64,7 @@ class _Bench:
     whole: dict[str, Tensor]
     initial_hash: str
     tokenizer: Any
+    tokenizer_hash: str
     identity: str
 
 
@@ -93,14 +94,14 @@ def _built(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: Adap
     check_vocab(base, words)
     identity = base_identity(
         model, words, seed=seed, vocab_size=len(words), max_seq_len=seq_len,
-        chat_template=chat_template_of(words),
+        chat_template=chat_template_of(words), model=base if quantise == "none" else None,
     )  # fmt: skip
     adapted = attach(base, spec, seed)
     initial = _initial(adapted, whole, seed)
     if quantise == "none":
         adapted.to(torch.device(device))
     return _Bench(
-        adapted, FoldedBase(adapted), initial, content_hash(initial), words,
+        adapted, FoldedBase(adapted), initial, content_hash(initial), words, tokenizer_hash(words),
         identity_text(identity),
     )  # fmt: skip
 
@@ -136,7 +137,7 @@ class Adapters:
         self.model = self.bench.model
         self.initial_hash = self.bench.initial_hash
         self.identity = self.bench.identity
-        self.tokenizer_hash = tokenizer_hash(self.bench.tokenizer)
+        self.tokenizer_hash = self.bench.tokenizer_hash
         phase("data")
         self.data = _data(config, node_config, self.bench.tokenizer)
         self.data_name, self.data_fingerprint = self.data.name, self.data.fingerprint
@@ -210,11 +211,7 @@ class Adapters:
         if not self._own:
             return {}
         state = adapter_state(self.model)
-        return {
-            name: tensor
-            for name, tensor in state.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._own)
-        }
+        return {name: tensor for name, tensor in state.items() if stays(name, self._own)}
 
     def loop(self) -> InnerLoop:
         """A loop over what this round trains."""
