@@ -19,7 +19,7 @@ from flower_geo.errors import ConfigError, ReplyRefused
 __all__ = ["NOTICE", "PROTOCOL", "Reply", "Request", "UpdateKind", "one_line"]
 
 #: Raised by one whenever an older side could not understand a newer one.
-PROTOCOL = 3
+PROTOCOL = 4
 
 PayloadKind = Literal["none", "deltas", "snapshot"]
 Status = Literal["done", "need", "refused"]
@@ -42,6 +42,9 @@ MAX_METRIC = 1e40
 
 #: Key of a request's config under which a site is told why it may not take part.
 NOTICE = "notice"
+
+#: Letters of fields that are longer than a hash.
+_LONGER = {"stream": 16_384}
 
 #: Cut to length instead of refused: they are for people only.
 _TEXTS = frozenset({"detail", "error", "data", "codec"})
@@ -70,6 +73,9 @@ class Request:
         fingerprint: hash of the training configuration.
         payload, first, last: what ``arrays`` holds, see ``Broadcaster.offer``.
         evaluate: measure the held-out loss of the base before training.
+        stream: where and with what the site dials in for a stream, see
+            ``flower_geo.split_offer``; empty for none.  No part of what is asked: the
+            same request made again carries another.
         config: training configuration, kebab-case.
     """
 
@@ -89,6 +95,7 @@ class Request:
     first: int = 0
     last: int = 0
     evaluate: bool = False
+    stream: str = field(default="", compare=False, repr=False)
     protocol: int = PROTOCOL
     config: dict[str, Any] = field(default_factory=dict)
     arrays: ArrayRecord | None = None
@@ -256,8 +263,9 @@ def _checked(cls: type, record: object) -> dict[str, Any]:
             raise TypeError(f"{item.name} is of type {type(value).__name__}")
         if choices and value not in choices:
             raise ValueError(f"{item.name} is {value[:40]!r}, not one of {', '.join(choices)}")
-        if isinstance(value, str) and item.name not in _TEXTS and len(value) > MAX_HASH:
-            raise ValueError(f"{item.name} has {len(value)} letters, more than {MAX_HASH}")
+        longest = _LONGER.get(item.name, MAX_HASH)
+        if isinstance(value, str) and item.name not in _TEXTS and len(value) > longest:
+            raise ValueError(f"{item.name} has {len(value)} letters, more than {longest}")
         if isinstance(value, int | float):
             lowest = -1 if item.name == "held_version" else 0
             if not lowest <= value <= MAX_NUMBER:

@@ -215,6 +215,7 @@ class RunSession:
         return self._request(
             record, round=round, attempt=attempt, position=float((round - 1) * steps),
             span=float(steps), evaluate=self._due(self.done),
+            stream=self.terms.stream(round, record.name),
         )  # fmt: skip
 
     def _due(self, version: int) -> bool:
@@ -230,7 +231,7 @@ class RunSession:
         return self.engine.gather(
             self.done + 1, attempt, self._hello,
             lambda record: self._train_request(record, attempt),
-            self.broadcaster.shadow, self._base_of,
+            self.broadcaster.shadow, self._base_of, self.terms.convene,
         )  # fmt: skip
 
     def _base_of(self, version: int) -> Mapping[str, Tensor] | None:
@@ -333,8 +334,12 @@ class RunSession:
     def finish(self) -> None:
         """Evaluate the final model, export it, and write the report."""
         measured = self.engine.evaluate(
-            self.done, lambda record: self._request(record, round=self.done, evaluate=True)
-        )
+            self.done,
+            lambda record: self._request(
+                record, round=self.done, evaluate=True,
+                stream=self.terms.stream(self.done, record.name),
+            ),
+        )  # fmt: skip
         self.figures.losses(self.done, measured)
         self.writer.wait()
         folder = self.folder.path / "model"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flower_geo.compression import Growing, none_grows
@@ -20,9 +21,13 @@ class Terms:
         model: makes, checks and exports the model.
         part: what of a base a reply is an update of.
         growing: names of the model's tensors that may come and go.
+        convene: told the round, the try and the sites to be asked, before any is asked.
+        stream: what a site's request in a round carries for a stream of its own.
     """
 
     name: str
     model: RunModel
     part: Part = whole_base
     growing: Growing = none_grows
+    convene: Callable[[int, int, Sequence[str]], None] = lambda round, attempt, sites: None
+    stream: Callable[[int, str], str] = lambda round, site: ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,7 @@ class RoundEngine(Reception):
         request_for: Callable[[SiteRecord], Request],
         base: Mapping[str, Tensor],
         base_of: Callable[[int], Mapping[str, Tensor] | None] = lambda version: None,
+        convene: Callable[[int, int, Sequence[str]], None] = lambda round, attempt, sites: None,
     ) -> RoundOutcome:
         """Ask the sites and collect good replies until the policy is content.
 
@@ -105,6 +106,7 @@ class RoundEngine(Reception):
             request_for: makes the request for one site.
             base: the weights the sites train from.
             base_of: weights of an earlier version, for late replies.
+            convene: told the round, the try and the sites to be asked, before any is.
         """
         nodes = self.exchange.nodes()
         self.greet(hello, nodes)
@@ -124,7 +126,9 @@ class RoundEngine(Reception):
         ]
         there = len(now.have | {record.name for record in ready})
         count = self.policy.to_ask(there)
-        for record in self.membership.draw(ready, count, round, self.policy.seed, now.have):
+        drawn = self.membership.draw(ready, count, round, self.policy.seed, now.have)
+        convene(round, attempt, sorted(now.have | {record.name for record in drawn}))
+        for record in drawn:
             self._begin(record, now)
         for record in self.membership.online(nodes):
             # Asked in an earlier try, and worth waiting for though it rests by now.

@@ -2,10 +2,12 @@
 
     <state-dir>/<run-name>-<uid>/<site>/
       snapshot/{weights,inner}.safetensors, snapshot.json
+      snapshot-before/      the one before it, where two are kept
 
-There is one at most.  Its label hashes all that the steps depend on, so that a
-round goes on from steps of its own only; a round that goes on ends with the
-very bits of one that was never broken off.
+A snapshot's label hashes all that the steps depend on, so that a round goes on
+from steps of its own only; a round that goes on ends with the very bits of one
+that was never broken off.  Two are kept where a round is one of several parties,
+which may have to go back to a step that all of them still have.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from flower_geo.durable import (
 from flower_geo.errors import CheckpointCorrupt, StateError
 from flower_geo.training import RoundSoFar
 
-__all__ = ["Pace", "RoundSnapshot", "RoundSnapshots", "label_of"]
+__all__ = ["GoBack", "Pace", "RoundSnapshot", "RoundSnapshots", "label_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,14 @@ _LONGEST = 300.0
 _LEAST, _SPEED = 0.01, 500e6
 
 _PARTS = ("weights", "inner")
+
+
+class GoBack(Exception):
+    """The round goes on after an earlier step; 0 is its begin."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the round goes back to step {step}")
+        self.step = step
 
 
 @dataclass(frozen=True)
@@ -72,25 +82,40 @@ def label_of(*deciding: Any) -> str:
 
 
 class RoundSnapshots:
-    """The snapshot of one site and run; for the holder of the state folder's lock.
+    """The snapshots of one site and run; for the holder of the state folder's lock.
 
     Args:
         folder: the site's state folder.
         label: of the round at work.
+        keep: snapshots kept, 1 or 2.
     """
 
-    def __init__(self, folder: Path, label: str) -> None:
+    def __init__(self, folder: Path, label: str, keep: int = 1) -> None:
         self._folder = folder / "snapshot"
+        self._before = folder / "snapshot-before"
         self._label = label
+        self._keep = keep
 
-    def load(self) -> RoundSnapshot | None:
-        """This round's snapshot, or None when there is none, or it is damaged."""
+    def load(self, step: int | None = None) -> RoundSnapshot | None:
+        """This round's snapshot after ``step``, or the newest; None where there is no whole one."""
+        for folder in (self._folder, self._before):
+            found = self._read(folder)
+            if found is not None and step in (None, found.so_far.steps):
+                return found
+        return None
+
+    def steps(self) -> list[int]:
+        """Steps of this round that can be gone back to, newest first; its begin is not told."""
+        found = (self._read(folder) for folder in (self._folder, self._before))
+        return [each.so_far.steps for each in found if each is not None]
+
+    def _read(self, folder: Path) -> RoundSnapshot | None:
         try:
-            meta = read_sealed(self._folder / "snapshot.json")
+            meta = read_sealed(folder / "snapshot.json")
             if meta["label"] != self._label:
                 return None
             tensors = {
-                part: read_tensors(self._folder / f"{part}.safetensors", str(meta["files"][part]))
+                part: read_tensors(folder / f"{part}.safetensors", str(meta["files"][part]))
                 for part in _PARTS
             }
             return RoundSnapshot(
@@ -98,17 +123,20 @@ class RoundSnapshots:
                 metrics=dict(meta["metrics"]), **tensors,
             )  # fmt: skip
         except (CheckpointCorrupt, KeyError, TypeError, ValueError) as error:
-            if self._folder.exists():
-                logger.warning("no snapshot to go on from, the round starts anew: %s", error)
+            if folder.exists():
+                logger.warning("a snapshot within the round cannot be gone on from: %s", error)
             return None
 
     def save(self, snapshot: RoundSnapshot) -> bool:
-        """Replace the snapshot; False when the disk does not take it.
+        """Add a snapshot and drop the oldest; False when the disk does not take it.
 
         Training can go on without one, so that is no error here: a disk that is
         really full fails the round when its result is stored.
         """
         try:
+            if self._keep > 1 and self._folder.exists():
+                shutil.rmtree(self._before, ignore_errors=True)
+                self._folder.rename(self._before)
             with atomic_folder(self._folder) as scratch:
                 files = {
                     part: write_tensors(scratch / f"{part}.safetensors", getattr(snapshot, part))
@@ -122,14 +150,33 @@ class RoundSnapshots:
                         "files": files,
                     },
                 )  # fmt: skip
-        except StateError as error:
+        except (StateError, OSError) as error:
             logger.warning("no snapshot within the round: %s", error)
             return False
         return True
 
+    def back_to(self, step: int) -> RoundSnapshot | None:
+        """Drop what came after ``step``; return the snapshot of that step, None at the begin.
+
+        Raises:
+            StateError: there is no snapshot of that step.
+        """
+        for folder in (self._folder, self._before):
+            found = self._read(folder)
+            if found is not None and found.so_far.steps > step:
+                shutil.rmtree(folder, ignore_errors=True)
+        found = self.load(step) if step else None
+        if step and found is None:
+            raise StateError(
+                f"the round cannot go back to step {step}: its snapshot is gone from "
+                f"{self._folder.parent}; the round starts anew when it is asked for again"
+            )
+        return found
+
     def drop(self) -> None:
-        """Remove the snapshot, of whatever round."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the snapshots, of whatever round."""
+        for folder in (self._folder, self._before):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Pace:
@@ -141,7 +188,12 @@ class Pace:
     Args:
         every: steps between snapshots; 0 = none.
         nbytes: about what one writes.
+
+    Attributes:
+        anywhere: a site that leaves may write one after any step.
     """
+
+    anywhere = True
 
     def __init__(self, every: int, nbytes: int) -> None:
         self._every = every

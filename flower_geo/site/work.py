@@ -28,7 +28,7 @@ from flower_geo.messages import Reply, Request, UpdateKind
 from flower_geo.models import load_state, snapshot
 from flower_geo.site.bench import Session, seed_of
 from flower_geo.site.identity import link_speeds
-from flower_geo.site.inround import Pace, RoundSnapshot, RoundSnapshots, label_of
+from flower_geo.site.inround import GoBack, RoundSnapshot, RoundSnapshots, label_of
 from flower_geo.site.state import Generation
 from flower_geo.site.watch import Leaving, Watch
 from flower_geo.training import InnerLoop
@@ -90,10 +90,18 @@ def train_request(
         if base is None:
             return session.reply(status="need")
         before = _generation_before(session)
-        snapshots = RoundSnapshots(session.state.folder, _label(session, before))
+        snapshots = RoundSnapshots(
+            session.state.folder, _label(session, before), session.task.snapshots_kept
+        )
         found = snapshots.load()
-        after, reply = _train(session, base, before, snapshots, found)
         earlier = found.so_far.seconds if found is not None else 0.0
+        while True:
+            try:
+                after, reply = _train(session, base, before, snapshots, found)
+                break
+            except GoBack as back:
+                logger.info("site %s: %s", session.site, back)
+                found = snapshots.back_to(back.step)
         reply.metrics["seconds-total"] = time.perf_counter() - started + earlier
         after.fields = {"metrics": reply.metrics, "kind": reply.kind, "codec": reply.codec}
         session.watch.phase("storing")
@@ -187,14 +195,14 @@ def _after_step(
     config, watch = session.config, session.watch
     total = None if config.inner_seconds else config.inner_steps
     size = 3 * sum(parameter.nbytes for parameter in session.task.model.parameters())
-    pace = Pace(config.snapshot_steps, size)
+    pace = session.task.pace(config.snapshot_steps, size)
 
     def after_step(step: int, loss: Tensor) -> None:
         watch.step(step, total, loss)
         if step == total:  # what comes next is the round's own result
             return
         leaving = watch.leaving()
-        if leaving or pace.due(step):
+        if pace.due(step) or (leaving and pace.anywhere):
             began = time.monotonic()
             stored = snapshots.save(
                 RoundSnapshot(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flower_geo import durable
+from flower_geo.errors import StateError
 from flower_geo.site import inround
 from flower_geo.site.inround import Pace, RoundSnapshot, RoundSnapshots, label_of
 from flower_geo.site.watch import Leaving, Watch
@@ -178,5 +179,29 @@ def test_labels_and_files(tmp_path: Any) -> None:
     assert found is not None and (found.so_far, found.consumed) == (so_far, 12)
     assert torch.equal(found.weights["w"], torch.ones(2)) and found.metrics == {"m": 0.1}
     assert RoundSnapshots(tmp_path, "theirs").load() is None
+    mine.drop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_are_kept_and_gone_back_to(tmp_path: Any) -> None:
+    mine = RoundSnapshots(tmp_path, "mine", keep=2)
+
+    def after(step: int) -> RoundSnapshot:
+        so_far = RoundSoFar(step, 90, 1.5, 4.1, 3.9, 12.3, 0.7)
+        return RoundSnapshot(so_far, step, {"w": torch.full((2,), float(step))}, {}, {})
+
+    for step in (2, 4, 6):
+        assert mine.save(after(step))
+    assert mine.steps() == [6, 4] and mine.load(2) is None
+    newest, before = mine.load(), mine.load(4)
+    assert newest is not None and newest.consumed == 6
+    assert before is not None and torch.equal(before.weights["w"], torch.full((2,), 4.0))
+    found = mine.back_to(4)
+    assert found is not None and found.consumed == 4 and mine.steps() == [4]
+    assert mine.save(after(6)) and mine.steps() == [6, 4]
+    with pytest.raises(StateError, match="cannot go back to step 5"):
+        mine.back_to(5)
+    assert mine.back_to(0) is None and mine.steps() == []
+    mine.save(after(2)), mine.save(after(4))
     mine.drop()
     assert list(tmp_path.iterdir()) == []

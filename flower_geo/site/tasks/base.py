@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flower_geo.compression import Growing
 from flower_geo.config import CommonConfig
 from flower_geo.data import Cursor
+from flower_geo.site.inround import Pace
 from flower_geo.training import InnerConfig, InnerLoop
 
 __all__ = ["Task", "inner_config"]
@@ -28,6 +29,7 @@ class Task(Protocol):
         tokenizer_hash, identity: what the coordinator compares with its own.
         data_name, data_fingerprint: the site's data, for people and for snapshots.
         sequences: training sequences, for the cursor.
+        snapshots_kept: snapshots within a round that a site keeps.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class Task(Protocol):
     data_name: str
     data_fingerprint: str
     sequences: int
+    snapshots_kept: int
 
     def initial(self) -> dict[str, Tensor]:
         """Version 0."""
@@ -70,6 +73,9 @@ class Task(Protocol):
 
     def loop(self) -> InnerLoop:
         """A loop over the model's trained parameters."""
+
+    def pace(self, every: int, nbytes: int) -> Pace:
+        """When a snapshot within the round is due; ``nbytes`` is about what one writes."""
 
     def batches(self, cursor: Cursor) -> Callable[[], Any]:
         """Makes one batch a call, on the model's device."""
