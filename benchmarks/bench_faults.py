@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
     "sample-tokens": 0, "warmup-steps": 10, "wait-for-sites": 240.0,
 }  # fmt: skip
 #: As somebody with four sites may set it: half of them, and a moment more for the others.
-PATIENT: dict[str, Any] = {"quorum": "0.5", "grace": 20.0, "max-staleness": 2, "min-sites": 2}
+PATIENT: dict[str, Any] = {"quorum": "all", "deadline": 600.0, "max-staleness": 2, "min-sites": 2}
 EVAL_TOKENS = 32_768
 
 LOAD = """
@@ -72,8 +72,8 @@ class Sizes:
     kill_rounds: int = 4
     kill_steps: int = 120
     snapshot_steps: int = 25
-    dying_rounds: int = 5
-    dying_steps: int = 70
+    dying_rounds: int = 4
+    dying_steps: int = 140
     warm_rounds: int = 6
     warm_steps: int = 20
 

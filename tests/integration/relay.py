@@ -22,7 +22,7 @@ class Relay:
     Args:
         target: ``host:port`` to pass connections on to.
         delay: seconds every piece waits, each way.
-        rate: bytes a second of each connection, each way; 0 = as they come.
+        rate: bytes a second of all connections together, each way; 0 = as they come.
 
     Attributes:
         up, down: bytes passed on towards the target and back.
@@ -36,6 +36,7 @@ class Relay:
         self.up = self.down = 0
         self.open, self.hole = True, False
         self._lock = threading.Lock()
+        self._free = {"up": 0.0, "down": 0.0}
         self._sockets: set[socket.socket] = set()
         self._aborted: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -107,7 +108,7 @@ class Relay:
                 if self.delay:
                     time.sleep(self.delay)
                 if self.rate:
-                    time.sleep(len(piece) / self.rate)
+                    time.sleep(self._turn(way, len(piece)))
                 self._wait_in_hole()
                 with self._lock:
                     setattr(self, way, getattr(self, way) + len(piece))
@@ -117,6 +118,13 @@ class Relay:
             with contextlib.suppress(OSError):
                 if each not in self._aborted:
                     each.shutdown(socket.SHUT_RDWR)
+
+    def _turn(self, way: str, size: int) -> float:
+        """Seconds until a piece is through; they pass one after another, as on a line."""
+        with self._lock:
+            now = time.monotonic()
+            self._free[way] = max(now, self._free[way]) + size / self.rate
+            return self._free[way] - now
 
     def _piece(self) -> int:
         return max(1024, min(1 << 16, int(self.rate / 8))) if self.rate else 1 << 16
