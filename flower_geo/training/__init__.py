@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from flower_geo.training.batch import Batch
-from flower_geo.training.evaluation import EvalResult, Sequences, evaluate
-from flower_geo.training.instructions import (
+from flower_geo.evaluation import (
+    EvalResult,
     InstructionResult,
+    Sequences,
+    evaluate,
     evaluate_instructions,
     exact_match,
 )
+from flower_geo.evaluation.batch import Batch
 from flower_geo.training.loop import InnerLoop
 from flower_geo.training.schedule import InnerConfig, learning_rate
 from flower_geo.training.sft import TrlLoop

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flower_geo.errors import TrainingError
-from flower_geo.training.batch import Batch, counted, counted_logits
+from flower_geo.evaluation.batch import Batch, counted, counted_logits
+from flower_geo.evaluation.precision import autocast, device_of
 from flower_geo.training.optimizer import build_optimizer, flat_state, load_flat_state
-from flower_geo.training.precision import autocast, device_of
 from flower_geo.training.proximal import START, RoundStart
 from flower_geo.training.rounds import Round, is_over
 from flower_geo.training.schedule import InnerConfig, learning_rate
@@ -89,7 +89,7 @@ class InnerLoop:
         Args:
             next_batch: gives ``LongTensor[batch, seq_len]`` of token ids, where every
                 token after the first of a sequence is predicted, or a mapping with
-                labels (see ``flower_geo.training.batch``), best on the CPU.
+                labels (see ``flower_geo.evaluation.batch``), best on the CPU.
             steps: steps of this round; None = as many as ``seconds`` allow.
             seconds: end after the step that reaches this time.  The schedule
                 then advances by steps or by time, whichever is further.

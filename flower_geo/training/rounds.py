@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flower_geo.training.batch import Batch
+from flower_geo.evaluation.batch import Batch
 from flower_geo.training.tally import RoundSoFar, Tally
 
 __all__ = ["Round", "is_over"]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from flower_geo.errors import ConfigError
+from flower_geo.evaluation.precision import Precision
 
 __all__ = ["InnerConfig", "Optimizer", "Precision", "Schedule", "learning_rate"]
 
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
-Precision = Literal["auto", "fp32", "bf16"]
 Optimizer = Literal["adamw", "sgd"]
 
 #: Share of the run, at its end, in which a warmup-stable-decay schedule falls.

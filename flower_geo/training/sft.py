@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from flower_geo.errors import TrainingError
-from flower_geo.training.batch import Batch, counted, model_inputs
+from flower_geo.evaluation.batch import Batch, counted, model_inputs
+from flower_geo.evaluation.precision import autocast
 from flower_geo.training.loop import InnerLoop
-from flower_geo.training.precision import autocast
 from flower_geo.training.rounds import Round
 from flower_geo.training.schedule import InnerConfig
 

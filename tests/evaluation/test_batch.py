@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from flower_geo.errors import DataError
-from flower_geo.training.batch import counted, counted_logits, model_inputs
+from flower_geo.evaluation.batch import counted, counted_logits, model_inputs
 from tests.training.conftest import VOCAB, adapted, labelled, small, unlabelled, untied
 
 CPU = torch.device("cpu")

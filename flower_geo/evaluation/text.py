@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flower_geo.errors import DataError
-from flower_geo.training.precision import autocast, device_of
-from flower_geo.training.schedule import Precision
+from flower_geo.evaluation.precision import Precision, autocast, device_of
 
 __all__ = ["EvalResult", "Sequences", "evaluate", "evaluating"]
 

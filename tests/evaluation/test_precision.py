@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flower_geo.training.precision import autocast, device_of, uses_bf16
+from flower_geo.evaluation.precision import autocast, device_of, uses_bf16
 from tests.training.conftest import small
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flower_geo.errors import DataError
+from flower_geo.evaluation.text import _spread
 from flower_geo.training import EvalResult, evaluate
-from flower_geo.training.evaluation import _spread
 from tests.training.conftest import VOCAB, small, with_dropout
 
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flower_geo.errors import DataError
-from flower_geo.training.batch import IGNORED, counted, counted_logits
-from flower_geo.training.evaluation import evaluating
-from flower_geo.training.precision import autocast, device_of
-from flower_geo.training.schedule import Precision
+from flower_geo.evaluation.batch import IGNORED, counted, counted_logits
+from flower_geo.evaluation.precision import Precision, autocast, device_of
+from flower_geo.evaluation.text import evaluating
 
 __all__ = ["Example", "Examples", "InstructionResult", "evaluate_instructions", "exact_match"]
 
@@ -83,7 +82,7 @@ def evaluate_instructions(
     Args:
         model: a causal language model of transformers, or a PEFT model.
         examples: rows with ``input_ids`` and ``labels``, ``LongTensor[n]`` each.
-        collate: makes a batch of a list of them (see ``flower_geo.training.batch``).
+        collate: makes a batch of a list of them (see ``flower_geo.evaluation.batch``).
         batch_size: examples a forward pass; ones of like length go together.
         max_tokens: look at about that many labels (at least one example), in
             examples spread evenly; None = all.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import nn
 
-from flower_geo.training.schedule import Precision
+__all__ = ["Precision", "autocast", "device_of", "uses_bf16"]
 
-__all__ = ["autocast", "device_of", "uses_bf16"]
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 def device_of(model: nn.Module) -> torch.device:
