@@ -31,14 +31,19 @@ __all__ = ["TrlLoop"]
 #: Optimizer steps of a round that only time ends.
 NO_END = 2**31 - 1
 
+#: On a trainer's forward: the model's own that it stands on; None = that of its class.
+_UNDER = "flower_geo_under"
+
 
 class TrlLoop(InnerLoop):
     """An inner loop whose forward, loss and backward are those of TRL's ``SFTTrainer``.
 
-    To be built once a model and kept: ``run``, ``state_dict`` and
+    Best built once a model and kept: ``run``, ``state_dict`` and
     ``load_state_dict`` are those of :class:`InnerLoop`, and agree with it to
     rounding.  The trainer replaces the model's forward by one of its own that
-    behaves as before for everybody else.
+    behaves as before for everybody else; a later loop on the model replaces it
+    again and puts none on top.  Trained parameters keep their number format,
+    also on a quantised base.
 
     Args:
         model: a causal model of transformers, or a PEFT model around one.
@@ -53,7 +58,7 @@ class TrlLoop(InnerLoop):
         super().__init__(model, config)
         # The trainer asks the device for numbers at each step anyway.
         self._deferred = False
-        with _callers_world(model):
+        with _callers_world(model), _same_numbers(model), _one_head(model):
             self._trainer = _build(model, config, self._device)
         self._trainer.rounds = self
 
@@ -247,6 +252,46 @@ def _no_tokenizer() -> Any:
     return fast(
         tokenizer_object=Tokenizer(WordLevel({"-": 0}, unk_token="-")), eos_token="-", pad_token="-"
     )
+
+
+@contextmanager
+def _same_numbers(model: nn.Module) -> Iterator[None]:
+    """Put back trained parameters: on a quantised base TRL rounds them to bf16 for good.
+
+    Their updates are smaller than bf16 tells apart, and what a site loads, sends
+    and keeps is fp32.
+    """
+    kept = [(p, p.data) for p in model.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for parameter, data in kept:
+            if parameter.dtype != data.dtype:
+                parameter.data = data
+
+
+@contextmanager
+def _one_head(model: nn.Module) -> Iterator[None]:
+    """Take off the forward that an earlier trainer put on, before the next one puts on its own.
+
+    Each would call the one before it: a step slower and a frame deeper a round.
+    """
+    plain = getattr(model, "get_base_model", lambda: model)()
+    worn = vars(plain).get("forward")
+    before = getattr(worn, _UNDER, worn)
+    if before is not worn:
+        _wear(plain, before)
+    yield
+    if (mine := vars(plain).get("forward")) is not before:
+        setattr(mine.__func__, _UNDER, before)
+
+
+def _wear(model: Any, forward: Any) -> None:
+    """Give a model a forward of its own; None = that of its class."""
+    if forward is None:
+        del model.forward
+    else:
+        model.forward = forward
 
 
 @contextmanager

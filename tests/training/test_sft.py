@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import socket
@@ -136,3 +137,59 @@ assert not {"trl", "transformers", "accelerate"} & sys.modules.keys()
 
 def test_the_class_of_the_trainer_is_made_once() -> None:
     assert sft_module._trainer_class() is sft_module._trainer_class()
+
+
+def heads(model: Any) -> int:
+    """Forwards of trainers that one call of the model goes through."""
+    count, forward = 0, model.get_base_model().forward
+    while "fused_lm_head" in forward.__code__.co_varnames:
+        count += 1
+        forward = inspect.getclosurevars(forward.__func__).nonlocals["original_forward"]
+    return count
+
+
+def test_a_second_loop_on_a_model_puts_no_forward_on_top() -> None:
+    model, twin = adapted(small()), adapted(small())
+    ids = torch.arange(4)[None]
+    plain = model(input_ids=ids).logits
+    loops = [TrlLoop(model, CONFIG) for _ in range(3)]
+    assert heads(model) == 1
+    assert torch.equal(model(input_ids=ids).logits, plain)
+    # The earlier loop still trains, as the only one on its model would.
+    for loop in (loops[0], TrlLoop(twin, CONFIG)):
+        loop.run(labelled(), steps=2)
+    ours, theirs = (dict(each.named_parameters()) for each in (model, twin))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_forward_of_the_callers_own_stays_under_the_trainers() -> None:
+    model = adapted(small())
+    plain, calls = model.get_base_model(), 0
+    inner = plain.forward
+
+    def counting(self: Any, *values: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return inner(*values, **named)
+
+    plain.forward = counting.__get__(plain)
+    for _ in range(2):
+        TrlLoop(model, CONFIG)
+    model(input_ids=torch.arange(4)[None])
+    assert calls == 1
+
+
+@pytest.mark.parametrize("flag", ["is_loaded_in_4bit", "is_loaded_in_8bit"])
+def test_adapters_on_a_quantised_base_stay_fp32_to_the_bit(flag: str) -> None:
+    """TRL rounds them to bf16 when it is told that the base is quantised."""
+    model, twin = adapted(small()), adapted(small())
+    setattr(model.get_base_model(), flag, True)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    loop = TrlLoop(model, CONFIG)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    # And they train as on any other base.
+    loop.run(labelled(), steps=2)
+    TrlLoop(twin, CONFIG).run(labelled(), steps=2)
+    other = dict(twin.named_parameters())
+    assert all(torch.equal(p, other[name]) for name, p in model.named_parameters())
