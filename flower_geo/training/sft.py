@@ -282,7 +282,8 @@ def _one_head(model: nn.Module) -> Iterator[None]:
     if before is not worn:
         _wear(plain, before)
     yield
-    if (mine := vars(plain).get("forward")) is not before:
+    mine = vars(plain).get("forward")
+    if mine is not None and mine is not before:
         setattr(mine.__func__, _UNDER, before)
 
 

@@ -23,7 +23,8 @@ from flower_geo.data.instructions.corpus import (
     Report,
 )
 from flower_geo.data.instructions.prepare import prepare_instructions
-from flower_geo.data.instructions.spec import CATEGORIES, instruction_spec
+from flower_geo.data.instructions.rows import files_of
+from flower_geo.data.instructions.spec import CATEGORIES, instruction_spec, parse_instructions
 
 __all__ = [
     "CATEGORIES",
@@ -36,7 +37,9 @@ __all__ = [
     "Report",
     "chat_template_of",
     "collate",
+    "files_of",
     "instruction_spec",
     "pad_id_of",
+    "parse_instructions",
     "prepare_instructions",
 ]

@@ -28,7 +28,7 @@ from flower_geo.data.sources import (
 from flower_geo.data.spec import DataSpec
 from flower_geo.errors import DataError
 
-__all__ = ["Row", "Rows", "open_rows"]
+__all__ = ["Row", "Rows", "files_of", "open_rows"]
 
 #: Where a row stands, its fields, its category ("" where there are none).
 Row = tuple[str, dict[str, Any], str]
@@ -62,6 +62,18 @@ def open_rows(spec: DataSpec) -> Rows:
     if spec.kind == "hf":
         return _Built(spec)
     return _Files(spec.name, _usable(spec.source))
+
+
+def files_of(spec: DataSpec) -> list[Any] | None:
+    """The files a spec is read from, in order; None where `datasets` decides.
+
+    Raises:
+        DataError: as `open_rows`.
+    """
+    if spec.kind == "hf":
+        return None
+    source = open_rows(spec)
+    return source.files if isinstance(source, _Files) else None
 
 
 class _Files:

@@ -26,8 +26,10 @@ from flower_geo.data.instructions import (
     InstructionCorpus,
     chat_template_of,
     collate,
+    files_of,
     instruction_spec,
     pad_id_of,
+    parse_instructions,
     prepare_instructions,
 )
 from flower_geo.errors import ConfigError
@@ -48,6 +50,7 @@ from flower_geo.models.identity_text import identity_text
 from flower_geo.site.identity import cache_folder, node_number
 from flower_geo.site.inround import Pace
 from flower_geo.site.tasks.base import inner_config
+from flower_geo.site.tasks.kept import KeptByFiles, Stamps, file_stamps
 from flower_geo.training import InnerLoop, TrlLoop, evaluate_instructions, exact_match
 
 __all__ = ["Adapters"]
@@ -141,7 +144,7 @@ class Adapters:
         self.identity = self.bench.identity
         self.tokenizer_hash = self.bench.tokenizer_hash
         phase("data")
-        self.data = _data(config, node_config, self.bench.tokenizer)
+        self.data = _data(config, node_config, self.bench)
         self.data_name, self.data_fingerprint = self.data.name, self.data.fingerprint
         self.sequences = len(self.data.train)
         self.pad = pad_id_of(self.bench.tokenizer)
@@ -281,13 +284,33 @@ def _alpha(node_config: Mapping[str, Any]) -> float | None:
     return float(value)
 
 
+#: Conversations opened by this process.
+_opened: KeptByFiles[InstructionCorpus] = KeptByFiles()
+
+
 def _data(
-    config: FedAvgLoRAConfig, node_config: Mapping[str, Any], tokenizer: Any
+    config: FedAvgLoRAConfig, node_config: Mapping[str, Any], bench: _Bench
 ) -> InstructionCorpus:
+    """The site's conversations, opened once a process as long as their files stay as they are."""
     partition = node_number(node_config, "partition-id", 0)
     total = node_number(node_config, "num-partitions", partition + 1)
     spec = instruction_spec(config.data, node_config, partition, total)
-    return prepare_instructions(
-        spec, tokenizer, seq_len=config.seq_len, cache_dir=cache_folder(node_config),
-        completion_only=config.completion_only, packing=config.packing,
+    cache = cache_folder(node_config)
+    return _opened.get(
+        # The identity names the chat template and the special tokens too.
+        (
+            spec, str(cache), bench.tokenizer_hash, bench.identity, config.seq_len,
+            config.completion_only, config.packing,
+        ),
+        lambda: _stamps(spec),
+        lambda: prepare_instructions(
+            spec, bench.tokenizer, seq_len=config.seq_len, cache_dir=cache,
+            completion_only=config.completion_only, packing=config.packing,
+        ),
     )  # fmt: skip
+
+
+def _stamps(spec: str) -> Stamps | None:
+    """Of a spec's files; None where there are none to look at."""
+    files = files_of(parse_instructions(spec))
+    return None if files is None else file_stamps(files)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from flower_geo.models import build_model, check_vocab, load_state, snapshot
 from flower_geo.site.identity import cache_folder, node_number
 from flower_geo.site.inround import Pace
 from flower_geo.site.tasks.base import inner_config
+from flower_geo.site.tasks.kept import KeptByFiles, Stamps, file_stamps
 from flower_geo.training import InnerLoop, evaluate
 
 __all__ = ["Pretraining", "workbench"]
@@ -145,9 +144,8 @@ class Pretraining:
         return {"loss": result.loss, "eval-tokens": float(result.tokens)}
 
 
-#: Corpora opened by this process, the newest last.
-_corpora: dict[tuple[Any, ...], PackedCorpus] = {}
-_CORPORA_KEPT = 8
+#: Corpora opened by this process.
+_corpora: KeptByFiles[PackedCorpus] = KeptByFiles()
 
 
 def _corpus(
@@ -158,35 +156,16 @@ def _corpus(
     total = node_number(node_config, "num-partitions", partition + 1)
     spec = data_spec(config.data, node_config, partition, total)
     cache = cache_folder(node_config)
-    files = _file_stamps(spec)
-    if files is None:
-        return prepare(spec, tokenizer, seq_len=config.seq_len, cache_dir=cache)
-    key = (spec, os.getcwd(), tokenizer_hash, config.seq_len, str(cache), files)
-    if key not in _corpora:
-        found = prepare(spec, tokenizer, seq_len=config.seq_len, cache_dir=cache)
-        if _file_stamps(spec) != files:  # written to meanwhile: look again next time
-            return found
-        _corpora[key] = found
-        for old in list(_corpora)[:-_CORPORA_KEPT]:
-            del _corpora[old]
-    return _corpora[key]
+    return _corpora.get(
+        (spec, tokenizer_hash, config.seq_len, str(cache)), lambda: _stamps(spec),
+        lambda: prepare(spec, tokenizer, seq_len=config.seq_len, cache_dir=cache),
+    )  # fmt: skip
 
 
-def _file_stamps(spec: str) -> tuple[tuple[Any, ...], ...] | None:
-    """What tells that a spec's files were changed; None where there are no files to look at."""
+def _stamps(spec: str) -> Stamps | None:
+    """Of a spec's files; None where there are none to look at."""
     parsed = parse_spec(spec)
     if parsed.kind == "hf":
         return None
     source = open_source(parsed)
-    if not isinstance(source, Files):
-        return None
-    stamps = []
-    for path in source.files:
-        try:
-            found = Path(path).stat()
-        except (OSError, TypeError):  # a shipped corpus may lie in an archive
-            return None
-        stamps.append(
-            (str(path), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        )
-    return tuple(stamps)
+    return file_stamps(source.files) if isinstance(source, Files) else None
