@@ -59,7 +59,7 @@ LORA_GROUPS = {
         "server_momentum", "server_beta2", "server_tau",
     ),
     "Training and data": ("inner_loop", "prox_mu", "completion_only", "packing"),
-    "Figures and output": ("exact_match", "merge"),
+    "Figures and output": ("exact_match", "local_baseline", "server_data", "merge"),
 }  # fmt: skip
 
 

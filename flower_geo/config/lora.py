@@ -14,8 +14,8 @@ __all__ = ["FedAvgLoRAConfig", "names_of", "numbers_of"]
 _LORA_KEYS = frozenset(
     {
         "aggregation", "alpha", "alpha-pattern", "completion-only", "dropout", "exact-match",
-        "inner-loop", "modules-to-save", "packing", "personal", "prox-mu", "quantise", "rank",
-        "rank-pattern", "rslora", "target-modules",
+        "inner-loop", "local-baseline", "modules-to-save", "packing", "personal", "prox-mu",
+        "quantise", "rank", "rank-pattern", "rslora", "target-modules",
     }
 )  # fmt: skip
 
@@ -91,6 +91,12 @@ class FedAvgLoRAConfig(CommonConfig):
     # -- evaluation and output ------------------------------------------------
     exact_match: Annotated[int, Field(ge=0)] = Field(
         0, description="held-out answers a site writes out and compares; 0 = off"
+    )
+    local_baseline: bool = Field(
+        False, description="train each site alone as well, to compare; costs its training again"
+    )
+    server_data: str = Field(
+        "", description="instructions of the coordinator's own to evaluate on; '' = none"
     )
     merge: bool = Field(False, description="write the merged model beside the adapter")
 

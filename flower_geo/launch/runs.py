@@ -172,7 +172,7 @@ def _check_meaning(config: CommonConfig, here: bool) -> None:
 
 
 #: Keys that may name a folder or a file; the other values they take are no such paths.
-_PATH_KEYS = ("model", "tokenizer", "data")
+_PATH_KEYS = ("model", "tokenizer", "data", "server-data")
 
 
 def _with_absolute_paths(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from an older checkpoint finds the site's state of that time.
     <state-dir>/<run-name>-<uid>/<site>/
       lock
       base/{weights.safetensors, base.json}
-      gen-000003/{inner,residual,personal,reply}.safetensors, state.json
+      gen-000003/{inner,residual,personal,reply,alone}.safetensors, state.json
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ __all__ = ["Generation", "SiteState"]
 
 _NAME = re.compile(r"gen-(\d{6,})")
 #: Tensors of a generation, a file each.
-_GROUPS = ("inner", "residual", "personal", "reply")
+_GROUPS = ("inner", "residual", "personal", "reply", "alone")
+
+#: Those every generation has; the others only where there is something in them.
+_ALWAYS = _GROUPS[:4]
 
 #: Forebears kept of the accepted generation: a coordinator may come back from
 #: an earlier checkpoint than the newest.
@@ -62,6 +65,7 @@ class Generation:
         residual: error feedback after this round's update.
         personal: trained tensors that stay at the site.
         reply: encoded tensors of the reply as uint8, and its fields.
+        alone: weights and inner state of the site's training by itself, flat.
     """
 
     round: int = 0
@@ -72,6 +76,7 @@ class Generation:
     residual: dict[str, Tensor] = field(default_factory=dict)
     personal: dict[str, Tensor] = field(default_factory=dict)
     reply: dict[str, Tensor] = field(default_factory=dict)
+    alone: dict[str, Tensor] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -158,6 +163,7 @@ class SiteState:
             groups = {
                 name: read_tensors(folder / f"{name}.safetensors", str(meta["files"][name]))
                 for name in _GROUPS
+                if name in _ALWAYS or name in meta["files"]
             }
             first, second = meta["key"]
             return Generation(
@@ -173,6 +179,7 @@ class SiteState:
             files = {
                 name: write_tensors(scratch / f"{name}.safetensors", getattr(generation, name))
                 for name in _GROUPS
+                if name in _ALWAYS or getattr(generation, name)
             }
             write_sealed(
                 scratch / "state.json",

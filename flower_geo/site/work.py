@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from flower_geo.compression import (
 )
 from flower_geo.data import Cursor
 from flower_geo.messages import Reply, Request, UpdateKind
-from flower_geo.models import load_state, snapshot
+from flower_geo.models import load_state
+from flower_geo.site.alone import compared, is_due, train_alone
 from flower_geo.site.bench import Session, seed_of
 from flower_geo.site.identity import link_speeds
 from flower_geo.site.inround import GoBack, RoundSnapshot, RoundSnapshots, label_of
 from flower_geo.site.state import Generation
-from flower_geo.site.watch import Leaving, Watch
-from flower_geo.training import InnerLoop
+from flower_geo.site.steps import after_steps
+from flower_geo.site.watch import Watch
 
 __all__ = ["evaluate_request", "greet_request", "train_request"]
 
@@ -57,14 +58,16 @@ def greet_request(
 def evaluate_request(
     request: Request, node_config: Mapping[str, Any], watch: Watch | None = None
 ) -> Reply:
-    """Held-out loss of the version asked for."""
+    """Held-out figures of the version asked for, and of what it is compared with."""
     session = Session(request, node_config, watch)
     with session.state:
         base = session.base()
         if base is None:
             return session.reply(status="need")
         session.task.load(base, request.round, lambda: _generation_before(session).personal)
-        return session.reply(metrics=session.held_out("before"))
+        metrics = session.held_out("before")
+        metrics |= compared(session, lambda: _generation_before(session))
+        return session.reply(metrics=metrics)
 
 
 def train_request(
@@ -77,7 +80,7 @@ def train_request(
     off; it never trains the same round twice.
 
     Raises:
-        Leaving: ``watch`` asked to end; a snapshot holds what was done.
+        Leaving (see ``site.watch``): ``watch`` asked to end; a snapshot holds what was done.
     """
     started = time.perf_counter()
     session = Session(request, node_config, watch)
@@ -85,6 +88,8 @@ def train_request(
         key = (request.base_hash, request.fingerprint)
         known = session.state.load(request.round)
         if known is not None and known.key == key:
+            if is_due(session, known):  # it was broken off in that part
+                _alone(session, _parent(session, known), known)
             return _cached(session, known)
         base = session.base()
         if base is None:
@@ -108,10 +113,29 @@ def train_request(
         session.state.save(after)
         snapshots.drop()
         session.state.prune(request.accepted)
+        if is_due(session, after):
+            _alone(session, before, after)
         return reply
 
 
-def _label(session: Session, before: Generation) -> str:
+def _alone(session: Session, before: Generation, after: Generation) -> None:
+    """The round once more, by the site alone; what the federation gets is stored already."""
+    snapshots = RoundSnapshots(session.state.folder, _label(session, before, "alone"))
+    train_alone(session, before, after, snapshots)
+    session.watch.phase("storing")
+    session.state.save(after)
+    snapshots.drop()
+
+
+def _parent(session: Session, generation: Generation) -> Generation:
+    """What a generation went on from, as far as it is still there."""
+    if not generation.parent:
+        return Generation()
+    found = session.state.load(generation.parent)
+    return found if found is not None else Generation(round=generation.parent)
+
+
+def _label(session: Session, before: Generation, part: str = "") -> str:
     """Names the steps of this round, so that no other's are taken for them."""
     request = session.request
     config = session.config.model_copy(update={"snapshot_steps": 0}).public()
@@ -119,6 +143,7 @@ def _label(session: Session, before: Generation) -> str:
         request.round, request.base_hash, request.fingerprint, before.round, before.consumed,
         bool(before.inner), request.position, request.span, request.evaluate, config,
         session.total_steps, session.task.data_fingerprint, torch.device(session.device).type,
+        *([part] if part else []),
     )  # fmt: skip
 
 
@@ -155,7 +180,10 @@ def _train(
         task.batches(cursor),
         steps=None if config.inner_seconds else config.inner_steps,
         seconds=config.inner_seconds or None, position=request.position, span=request.span,
-        on_step=_after_step(session, loop, cursor, snapshots, dict(metrics)),
+        on_step=after_steps(
+            session, loop, cursor, snapshots, dict(metrics),
+            None if config.inner_seconds else config.inner_steps,
+        ),
         carried=found.so_far if found is not None else None,
     )  # fmt: skip
     if request.evaluate:
@@ -182,40 +210,6 @@ def _train(
         },
     )  # fmt: skip
     return after, session.reply(kind=kind, codec=chosen.spec, metrics=metrics, arrays=arrays)
-
-
-def _after_step(
-    session: Session,
-    loop: InnerLoop,
-    cursor: Cursor,
-    snapshots: RoundSnapshots,
-    metrics: dict[str, float],
-) -> Callable[[int, Tensor], None]:
-    """What happens between two steps: word to the onlooker, now and then a snapshot."""
-    config, watch = session.config, session.watch
-    total = None if config.inner_seconds else config.inner_steps
-    size = 3 * sum(parameter.nbytes for parameter in session.task.model.parameters())
-    pace = session.task.pace(config.snapshot_steps, size)
-
-    def after_step(step: int, loss: Tensor) -> None:
-        watch.step(step, total, loss)
-        if step == total:  # what comes next is the round's own result
-            return
-        leaving = watch.leaving()
-        if pace.due(step) or (leaving and pace.anywhere):
-            began = time.monotonic()
-            stored = snapshots.save(
-                RoundSnapshot(
-                    loop.so_far(), cursor.consumed, snapshot(loop.model), loop.state_dict(), metrics
-                )
-            )
-            pace.wrote(began)
-            if stored:
-                watch.stored(step)
-        if leaving:
-            raise Leaving
-
-    return after_step
 
 
 def _encoded(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.site.adapter_requests import AdapterDesk, write_pairs
 from tests.site.requests import Desk, write_texts
 
 
@@ -36,3 +37,17 @@ def south(tmp_path: Path, texts: list[Path]) -> dict[str, Any]:
 @pytest.fixture
 def newer(desk: Desk) -> dict[str, torch.Tensor]:
     return {name: tensor + 0.125 for name, tensor in desk.initial.items()}
+
+
+@pytest.fixture(scope="session")
+def lora() -> AdapterDesk:
+    return AdapterDesk()
+
+
+@pytest.fixture
+def harbour(tmp_path: Path) -> dict[str, Any]:
+    """Node-config of a site with pairs of its own."""
+    return {
+        "site": "harbour", "data": str(write_pairs(tmp_path / "pairs.jsonl")),
+        "state-dir": str(tmp_path / "state"), "cache-dir": str(tmp_path / "cache"),
+    }  # fmt: skip

@@ -12,20 +12,6 @@ from flower_geo.site.work import greet_request, train_request
 from tests.site.adapter_requests import AdapterDesk, write_pairs
 
 
-@pytest.fixture(scope="session")
-def lora() -> AdapterDesk:
-    return AdapterDesk()
-
-
-@pytest.fixture
-def harbour(tmp_path: Path) -> dict[str, Any]:
-    """Node-config of a site with pairs of its own."""
-    return {
-        "site": "harbour", "data": str(write_pairs(tmp_path / "pairs.jsonl")),
-        "state-dir": str(tmp_path / "state"), "cache-dir": str(tmp_path / "cache"),
-    }  # fmt: skip
-
-
 def test_data_is_read_once_while_its_file_stays(
     lora: AdapterDesk, harbour: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from flower_geo.data.instructions import (
     prepare_instructions,
 )
 from flower_geo.errors import ConfigError
+from flower_geo.evaluation.figures import instruction_figures
 from flower_geo.models import (
     AdapterSpec,
     adapter_state,
@@ -50,13 +51,11 @@ from flower_geo.models.identity_text import identity_text
 from flower_geo.site.identity import cache_folder, node_number
 from flower_geo.site.inround import Pace
 from flower_geo.site.tasks.base import inner_config
+from flower_geo.site.tasks.comparison import AdapterComparison
 from flower_geo.site.tasks.kept import KeptByFiles, Stamps, file_stamps
-from flower_geo.training import InnerLoop, TrlLoop, evaluate_instructions, exact_match
+from flower_geo.training import InnerLoop, TrlLoop
 
 __all__ = ["Adapters"]
-
-#: Longest answer that is written out to be compared.
-EXACT_MATCH_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,7 @@ class Adapters:
         self.pad = pad_id_of(self.bench.tokenizer)
         self._round = 0
         self._own = names_of(config.personal)
+        self.comparison = AdapterComparison(self)
 
     def initial(self) -> dict[str, Tensor]:
         """The fresh adapter at the coordinator's rank."""
@@ -218,9 +218,10 @@ class Adapters:
         state = adapter_state(self.model)
         return {name: tensor for name, tensor in state.items() if stays(name, self._own)}
 
-    def loop(self) -> InnerLoop:
-        """A loop over what this round trains."""
-        settings = replace(inner_config(self.config, self.total_steps), prox_mu=self.config.prox_mu)
+    def loop(self, prox_mu: float | None = None) -> InnerLoop:
+        """A loop over what this round trains; ``prox_mu`` is the configuration's by default."""
+        prox = self.config.prox_mu if prox_mu is None else prox_mu
+        settings = replace(inner_config(self.config, self.total_steps), prox_mu=prox)
         kind = TrlLoop if self.config.inner_loop == "trl" else InnerLoop
         return kind(self.model, settings)
 
@@ -240,22 +241,11 @@ class Adapters:
 
     def held_out(self) -> dict[str, float]:
         """Loss a token, token accuracy, and exact match where it is asked for."""
-        config, words = self.config, self.bench.tokenizer
-        found = evaluate_instructions(
-            self.model, self.data.held_out, lambda rows: collate(rows, self.pad),
-            config.batch_size, max_tokens=config.eval_tokens or None,
+        config = self.config
+        return instruction_figures(
+            self.model, self.bench.tokenizer, self.data, batch_size=config.batch_size,
+            max_tokens=config.eval_tokens or None, answers=config.exact_match,
         )  # fmt: skip
-        figures = {
-            "loss": found.loss, "eval-tokens": float(found.tokens), "accuracy": found.accuracy,
-        }  # fmt: skip
-        asked = self.data.held_out_answers[: config.exact_match]
-        if asked:
-            hits, of = exact_match(
-                self.model, words, [each.prompt_ids for each in asked],
-                [each.answer for each in asked], max_new_tokens=EXACT_MATCH_TOKENS,
-            )  # fmt: skip
-            figures["exact-match"] = hits / of
-        return figures
 
 
 def _initial(model: Any, whole: AdapterSpec, seed: int) -> dict[str, Tensor]:

@@ -13,7 +13,31 @@ from flower_geo.data import Cursor
 from flower_geo.site.inround import Pace
 from flower_geo.training import InnerConfig, InnerLoop
 
-__all__ = ["Task", "inner_config"]
+__all__ = ["Comparison", "Task", "inner_config"]
+
+
+class Comparison(Protocol):
+    """What the federated model is compared with at a site: the base, and the site alone.
+
+    Alone, a site takes the same steps on the same examples in the same order, from the
+    same beginning; only nothing of it is ever averaged.
+
+    Attributes:
+        trains_alone: whether the site takes those steps too, or only measures the base.
+    """
+
+    @property
+    def trains_alone(self) -> bool:
+        """See the class."""
+
+    def load(self, state: Mapping[str, Tensor], round: int) -> None:
+        """Put what the site has alone into the model, as trained in ``round``; {} = version 0."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What the site has alone, as it is in the model now."""
+
+    def loop(self) -> InnerLoop:
+        """A loop over the model's trained parameters."""
 
 
 class Task(Protocol):
@@ -30,6 +54,7 @@ class Task(Protocol):
         data_name, data_fingerprint: the site's data, for people and for snapshots.
         sequences: training sequences, for the cursor.
         snapshots_kept: snapshots within a round that a site keeps.
+        comparison: what a finished run is compared with; None where it is not.
     """
 
     model: nn.Module
@@ -41,6 +66,10 @@ class Task(Protocol):
     data_fingerprint: str
     sequences: int
     snapshots_kept: int
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """See the class."""
 
     def initial(self) -> dict[str, Tensor]:
         """Version 0."""

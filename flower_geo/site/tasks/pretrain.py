@@ -68,6 +68,7 @@ class Pretraining:
     ) -> None:
         self.growing: Growing = none_grows
         self.snapshots_kept = 1
+        self.comparison = None
         self.identity = ""
         self.config = config
         self.device = device
