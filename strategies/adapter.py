@@ -14,6 +14,7 @@ from flower_geo.aggregation.lora import combine
 from flower_geo.config import FedAvgLoRAConfig
 from flower_geo.data import load_tokenizer
 from flower_geo.data.instructions import chat_template_of
+from flower_geo.durable import write_bytes
 from flower_geo.errors import ReplyRefused
 from flower_geo.messages import Reply
 from flower_geo.models import (
@@ -24,13 +25,16 @@ from flower_geo.models import (
     export_adapter,
     load_adapter_state,
     load_base,
+    model_card,
     sample_text,
 )
 from flower_geo.models.adapter import initial_a
 from flower_geo.models.adapter_choice import adapter_spec, adapter_tokenizer
 from flower_geo.models.folding import FoldedBase
 from flower_geo.models.identity_text import differing_in, identity_text
+from flower_geo.strategies.adapter_facts import CARD, adapter_facts
 from flower_geo.strategies.model import RunModel
+from flower_geo.strategies.server_set import ServerSet
 
 __all__ = ["AdapterModel"]
 
@@ -54,7 +58,9 @@ class AdapterModel(RunModel):
             max_seq_len=config.seq_len,
         )  # fmt: skip
         check_vocab(base, self.tokenizer)
-        return attach(base, self.adapter, config.seed)
+        adapted = attach(base, self.adapter, config.seed)
+        self._untrained = adapter_state(adapted)
+        return adapted
 
     @cached_property
     def adapter(self) -> Any:
@@ -64,12 +70,14 @@ class AdapterModel(RunModel):
     @cached_property
     def identity(self) -> str:
         """What every site's base must be."""
+        return identity_text(self._hashes)
+
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
         config = self.config
-        return identity_text(
-            base_identity(
-                config.model, self.tokenizer, seed=config.seed, vocab_size=len(self.tokenizer),
-                max_seq_len=config.seq_len, chat_template=chat_template_of(self.tokenizer),
-            )
+        return base_identity(
+            config.model, self.tokenizer, seed=config.seed, vocab_size=len(self.tokenizer),
+            max_seq_len=config.seq_len, chat_template=chat_template_of(self.tokenizer),
         )  # fmt: skip
 
     @cached_property
@@ -79,6 +87,24 @@ class AdapterModel(RunModel):
     def weights(self) -> dict[str, Tensor]:
         """fp32 copies of the fresh adapter."""
         return adapter_state(self.model)
+
+    def untrained(self) -> dict[str, Tensor]:
+        """The fresh adapter, whatever the live model holds by now."""
+        assert self.model is not None
+        return self._untrained
+
+    @cached_property
+    def server_set(self) -> ServerSet | None:
+        """What the coordinator evaluates on."""
+        return ServerSet(self.config, self.tokenizer) if self.config.server_data else None
+
+    def prepare(self) -> None:
+        """Read it."""
+        _ = self.server_set
+
+    def measure(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures of ``weights`` on the server set; empty where there is none."""
+        return self.server_set.figures(self.put(weights)) if self.server_set else {}
 
     def fresh(self, names: tuple[str, str], a: Tensor, b: Tensor, round: int) -> dict[str, Tensor]:
         """A new A and a B of zeros in place of ``a`` and ``b``, a function of seed and round."""
@@ -93,25 +119,23 @@ class AdapterModel(RunModel):
                 f"{', '.join(other)} differ; give both the same model folder and tokenizer"
             )
 
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+    def export(self, weights: Mapping[str, Tensor], folder: Path, facts: Mapping[str, Any]) -> None:
         """Write ``weights`` as a PEFT folder, and the merged model where it is wanted."""
         state = {name: tensor for name, tensor in weights.items() if not is_fold(name)}
         together = _summed(folds_in(weights))
         self._base.hold({})
         export_adapter(
-            self.model, state, self.tokenizer, folder, self.card(), together,
+            self.model, state, self.tokenizer, folder, self.card(facts), together,
             merged=self.config.merge or None,
         )  # fmt: skip
 
-    def card(self) -> dict[str, Any]:
-        """Facts for the model card."""
-        config = self.config
-        return {
-            "base_model": config.model, "run": config.run_name, "rounds": config.rounds,
-            "aggregation": config.aggregation, "rank": config.rank, "alpha": config.alpha,
-            "codec up": config.codec_up, "codec down": config.codec_down,
-            "privacy": "none: updates are sent as they are",
-        }  # fmt: skip
+    def card(self, facts: Mapping[str, Any]) -> str:
+        """The model card: what was trained, by how many, how it was sent, on which base."""
+        return model_card(adapter_facts(self.config, self.untrained(), self._hashes, facts))
+
+    def describe(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Write the card anew, with what became known since the export."""
+        write_bytes(folder / CARD, self.card(facts).encode())
 
     def put(self, weights: Mapping[str, Tensor]) -> Any:
         """The live model under ``weights``."""

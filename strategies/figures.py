@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from flower_geo.resilience import Emit, Membership, RoundOutcome
+from flower_geo.observe import comparison_lines
+from flower_geo.resilience import Emit, Measured, Membership, RoundOutcome
+from flower_geo.strategies.comparison import compared, figures_named
 
 __all__ = ["Figures"]
 
@@ -24,6 +27,7 @@ class Figures:
     Attributes:
         train_metrics: numbers of the newest committed round.
         evaluated: (version, held-out loss of the whole) measured last, or None.
+        served: (version, figures) measured last on the coordinator's own set.
         seconds_fold: time the newest round took to become a model.
     """
 
@@ -33,6 +37,7 @@ class Figures:
         self._rounds = rounds
         self.train_metrics: dict[str, float] = {}
         self.evaluated: tuple[int, float] | None = None
+        self.served: tuple[int, Mapping[str, float]] = (-1, {})
         self.seconds_fold = 0.0
         self._began = time.monotonic()
 
@@ -43,26 +48,55 @@ class Figures:
     def evaluation(self, version: int, outcome: RoundOutcome) -> None:
         """Held-out loss of the model the round began with, by site and of the whole."""
         measured = [
-            (reply.meta.site, reply.meta.metrics["loss-before"], reply.meta.metrics["eval-tokens"])
+            Measured(
+                reply.meta.site, reply.meta.metrics["loss-before"],
+                reply.meta.metrics["eval-tokens"], reply.meta.metrics,
+            )
             for reply in outcome.replies
             if "loss-before" in reply.meta.metrics and reply.meta.staleness == 0
-        ]
+        ]  # fmt: skip
         self.losses(version, measured)
 
-    def losses(self, version: int, measured: Sequence[tuple[str, float, float]]) -> None:
-        """Report ``(site, held-out loss, tokens)`` of that version; nothing when empty."""
-        tokens = sum(count for _, _, count in measured)
+    def losses(self, version: int, measured: Sequence[Measured]) -> None:
+        """Report held-out figures of that version; nothing when empty."""
+        tokens = sum(each.tokens for each in measured)
         if not tokens:
             return
-        for site, loss, count in measured:
+        for each in measured:
             self._emit(
-                "eval", round=version, site=site, loss=loss, tokens=count,
-                data=self._membership.sites[site].data,
+                "eval", round=version, site=each.site, tokens=each.tokens,
+                data=self._membership.sites[each.site].data,
+                **(figures_named(each.metrics, "-before") | {"loss": each.loss}),
             )  # fmt: skip
-        whole = sum(loss * count for _, loss, count in measured) / tokens
+        whole = sum(each.loss * each.tokens for each in measured) / tokens
         self._emit("eval", round=version, site="*", loss=whole, tokens=tokens)
         self.evaluated = (version, whole)
         logger.info("held-out loss after %d rounds: %.4f", version, whole)
+
+    def comparison(
+        self, version: int, measured: Sequence[Measured], server: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Report base against local-only against federated, by site; the row over all.
+
+        Args:
+            version: the finished model's.
+            measured: of the sites.
+            server: columns of the coordinator's own set; empty for none.
+        """
+        rows = compared(measured)
+        if not rows and not server:
+            return {}
+        event: dict[str, Any] = {"round": version, "rows": rows, "server": dict(server)}
+        self._emit("comparison", **event)
+        for line in comparison_lines(event):
+            logger.info("%s", line)
+        return rows[-1] if rows else {}
+
+    def server(self, version: int, figures: Mapping[str, float]) -> None:
+        """Report figures of the coordinator's own set."""
+        self.served = version, figures
+        self._emit("server", round=version, tokens=figures["eval-tokens"], **figures_named(figures))
+        logger.info("loss on the server set after %d rounds: %.4f", version, figures["loss"])
 
     def round(self, done: int, outcome: RoundOutcome, hash: str, seconds_commit: float) -> None:
         """Report a committed round."""

@@ -65,9 +65,26 @@ class RunModel:
                 "give both the same tokenizer, by run-config tokenizer= or node-config tokenizer="
             )
 
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write ``weights`` as a Hugging Face folder."""
+    def prepare(self) -> None:
+        """Read what the coordinator itself evaluates on, so that a fault in it ends a run early."""
+
+    def measure(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """Figures on the coordinator's own set; empty where there is none."""
+        return {}
+
+    def untrained(self) -> dict[str, Tensor]:
+        """What :meth:`measure` takes for the model before the first round."""
+        return {}
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path, facts: Mapping[str, Any]) -> None:
+        """Write ``weights`` as a Hugging Face folder.
+
+        ``facts`` are what a model card says of the run so far.
+        """
         export_model(self.model, weights, self.tokenizer, folder)
+
+    def describe(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Write the card of an exported folder anew, where it has one."""
 
     def sample(self, weights: Mapping[str, Tensor]) -> str:
         """Text the model goes on with from the configured prompt."""

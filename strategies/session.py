@@ -24,15 +24,17 @@ from flower_geo.resilience import (
     Membership,
     RoundEngine,
     RoundOutcome,
-    RoundPolicy,
     RunFolder,
     Screen,
     SiteRecord,
     StallWatch,
 )
 from flower_geo.strategies.balance import Balance
+from flower_geo.strategies.comparison import card_rows, figures_named
 from flower_geo.strategies.figures import Figures
 from flower_geo.strategies.links import Links, TimedExchange
+from flower_geo.strategies.policy import policy_of
+from flower_geo.strategies.tally import Tally
 from flower_geo.strategies.terms import Terms
 
 __all__ = ["RunSession"]
@@ -71,7 +73,7 @@ class RunSession:
             max_claim_factor=config.max_claim_factor,
         )  # fmt: skip
         self.engine = RoundEngine(
-            self.exchange, self.membership, self.screen, folder.spool, _policy(config),
+            self.exchange, self.membership, self.screen, folder.spool, policy_of(config),
             self.emit, self.model.check, terms.part,
         )  # fmt: skip
         self.broadcaster: Broadcaster
@@ -80,6 +82,7 @@ class RunSession:
         self.watch = StallWatch(STALLED_AFTER, self.exchange.tell)
         self.exchange.watch = self.watch
         self.done = 0
+        self.tally = Tally()
         self.figures = Figures(self.emit, self.membership, config.rounds)
         self._started = time.monotonic()
 
@@ -119,6 +122,7 @@ class RunSession:
         outer_state: Callable[[], dict[str, Tensor]],
     ) -> None:
         """Go on from the newest whole checkpoint, or commit the initial model as round 0."""
+        self.model.prepare()
         found = self.folder.checkpoints.newest()
         if found is None:
             lost = self.folder.journal.last_round()
@@ -167,10 +171,12 @@ class RunSession:
         self.membership.restore(state["sites"])
         self.screen.restore(state.get("screen", state))
         self.balance = Balance(self.config, state.get("balance"))
+        self.tally = Tally(state.get("tally"))
         self.done = found.round
         if self.folder.journal.last_round() < self.done:
             # The crash came between the rename and the journal's line.
             self.folder.journal.append(state["journal"])
+        self.writer.submit(lambda: self._measure(self.done, master))
 
     def _check_schema(self, master: Mapping[str, Tensor], initial: ArrayRecord) -> None:
         given = {name: tuple(array.shape) for name, array in initial.items()}
@@ -271,6 +277,7 @@ class RunSession:
         self.links.settle(outcome, lambda: self.membership.online(self.exchange.nodes()))
         self.broadcaster.advance(following, codec=self.links.down(self.done + 1), own=True)
         self.done += 1
+        self.tally.add(outcome)
         self.balance.settle(outcome, self.done)
         for reply in outcome.replies:
             record = self.membership.sites[reply.meta.site]
@@ -317,7 +324,9 @@ class RunSession:
             "sites": self.membership.state(), "screen": self.screen.state(),
             "broadcast": broadcast, "journal": entry, "config": self.config.public(),
             "links": self.links.state(), "balance": self.balance.state(),
+            "tally": self.tally.state(),
         }  # fmt: skip
+        facts = self._facts()
         master = self.broadcaster.master
 
         def work() -> None:
@@ -325,9 +334,18 @@ class RunSession:
             self.folder.journal.append(entry)
             then()
             if round:
-                self.model.export(master, self.folder.path / "model")
+                self.model.export(master, self.folder.path / "model", facts)
+            self._measure(round, master)
 
         self.writer.submit(work)
+
+    def _measure(self, version: int, master: Mapping[str, Tensor]) -> None:
+        """Evaluate on the coordinator's own set, where it has one."""
+        if self._due(version) and (found := self.model.measure(master)):
+            self.figures.server(version, found)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"rounds": f"{self.done} of {self.config.rounds}"} | self.tally.facts()
 
     # -- end ------------------------------------------------------------------
 
@@ -342,10 +360,23 @@ class RunSession:
         )  # fmt: skip
         self.figures.losses(self.done, measured)
         self.writer.wait()
-        folder = self.folder.path / "model"
+        master, folder = self.broadcaster.master, self.folder.path / "model"
+        server = self._server_columns(master)
+        whole = self.figures.comparison(self.done, measured, server)
         if not folder.exists():
-            self.model.export(self.broadcaster.master, folder)
-        self._end("completed", "", sample=self.model.sample(self.broadcaster.master))
+            self.model.export(master, folder, self._facts())
+        self.model.describe(folder, self._facts() | card_rows(whole, server))
+        self._end("completed", "", sample=self.model.sample(master))
+
+    def _server_columns(self, master: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Base and finished model on the coordinator's own set; empty where it has none."""
+        version, last = self.figures.served
+        if version != self.done:
+            if not (last := self.model.measure(master)):
+                return {}
+            self.figures.server(self.done, last)
+        first = self.model.measure(self.model.untrained())
+        return {"base": figures_named(first), "federated": figures_named(last)}
 
     def fail(self, reason: str) -> None:
         """Say why the run ends; what was committed stays."""
@@ -371,13 +402,3 @@ class RunSession:
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def _policy(config: CommonConfig) -> RoundPolicy:
-    return RoundPolicy(
-        quorum_of=config.quorum_of, deadline=config.deadline, grace=config.grace,
-        sites_of=config.sites_of, over_provision=config.over_provision, seed=config.seed,
-        min_sites=config.min_sites, max_staleness=config.max_staleness,
-        staleness_weight=config.staleness_weight, wait_for_sites=config.wait_for_sites,
-        strict_start=config.strict_start, weight_by=config.weight_by,
-    )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flower_geo.observe.baselines import BaselineBytes, baseline_bytes
+from flower_geo.observe.comparison import comparison_lines
 from flower_geo.observe.metrics import MetricsLog, follow, read_metrics
 from flower_geo.observe.progress import Progress
 from flower_geo.observe.report import write_report
@@ -12,6 +13,7 @@ __all__ = [
     "MetricsLog",
     "Progress",
     "baseline_bytes",
+    "comparison_lines",
     "follow",
     "read_metrics",
     "write_report",

@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flower_geo.observe.comparison import comparison_lines
 from flower_geo.observe.units import (
     MISSING,
     format_bytes,
@@ -114,6 +115,7 @@ class _State:
         self.down = 0.0
         self.recent: deque[float] = deque(maxlen=_RECENT)
         self.faults: deque[str] = deque(maxlen=_FAULTS)
+        self.comparison: list[str] = []
         self.ended: str | None = None
         self._sites: list[str] = []
         self._began = time.monotonic()
@@ -132,6 +134,8 @@ class _State:
             "round": self._round,
             "eval": self._eval,
             "evaluation": self._evaluation,
+            "server": self._server,
+            "comparison": self._comparison,
             "fault": self._fault,
             "end": self._end,
         }.get(str(event.get("event")))
@@ -235,6 +239,14 @@ class _State:
         after = plural(_whole(event.get("round")) or 0, "round")
         return f"  held-out loss {format_loss(loss)} after {after}"
 
+    def _server(self, event: Mapping[str, Any]) -> str:
+        after = plural(_whole(event.get("round")) or 0, "round")
+        return f"  loss on the server set {format_loss(number(event.get('loss')))} after {after}"
+
+    def _comparison(self, event: Mapping[str, Any]) -> str | None:
+        self.comparison = comparison_lines(event)
+        return "\n".join(self.comparison) or None
+
     def _evaluation(self, event: Mapping[str, Any]) -> None:
         self.down += number(event.get("bytes_down")) or 0.0
 
@@ -282,6 +294,7 @@ class _State:
         if self.ended is None:
             parts.append(self._waiting_line(now))
         parts += [Text(f"! {line}", style="yellow", overflow="ellipsis") for line in self.faults]
+        parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in self.comparison]
         return Group(*parts)
 
     def _bar(self, now: float) -> Table:

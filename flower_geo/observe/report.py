@@ -20,6 +20,7 @@ from typing import Any, Final
 from flower_geo.errors import StateError
 from flower_geo.observe import cards, curves, tables
 from flower_geo.observe.baselines import compare
+from flower_geo.observe.comparison import comparison_card
 from flower_geo.observe.metrics import read_metrics
 from flower_geo.observe.summary import Run, summarise
 
@@ -95,6 +96,7 @@ def build_page(run: Run, config: Mapping[str, Any], folder: Path) -> str:
                 cards.tiles(run, byte_totals),
                 curves.held_out_card(run),
                 f'<div class="pair">{curves.training_card(run)}{curves.bytes_card(run)}</div>',
+                comparison_card(run.comparison),
                 tables.bytes_table(byte_totals),
                 curves.site_curves_card(run),
                 tables.sites_table(run),

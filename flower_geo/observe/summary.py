@@ -97,6 +97,8 @@ class Run:
     """Answers that did not count, and why; ``what`` is refused, failed or late."""
     bytes_evaluation: float = 0.0
     """Sent to sites for an evaluation outside the rounds: the finished model."""
+    comparison: Mapping[str, Any] = field(default_factory=dict)
+    """The newest ``comparison`` event: base, local-only and federated, by site."""
     incarnations: int = 0
     seconds: float | None = None
     """Wall time during which a coordinator was running."""
@@ -203,6 +205,7 @@ class _Builder:
             "round": self._on_round,
             "eval": self._on_eval,
             "evaluation": self._on_evaluation,
+            "comparison": self._on_comparison,
             "fault": self._on_fault,
             "end": self._on_end,
         }.get(str(event.get("event")))
@@ -310,6 +313,9 @@ class _Builder:
         self.run.bytes_evaluation += down
         if site is not None:
             self._evaluation[site.name] = self._evaluation.get(site.name, 0.0) + down
+
+    def _on_comparison(self, event: Mapping[str, Any]) -> None:
+        self.run.comparison = dict(event)
 
     def _on_end(self, event: Mapping[str, Any]) -> None:
         self.run.end = dict(event)

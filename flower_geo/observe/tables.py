@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Final
 
 from flower_geo.observe.baselines import BYTES_PER_VALUE, BaselineBytes
+from flower_geo.observe.html import table_of
 from flower_geo.observe.summary import Fault, RoundRow, Run, SiteRow, ends_of
 from flower_geo.observe.units import (
     MISSING,
@@ -51,7 +52,7 @@ def bytes_table(sent: BaselineBytes) -> str:
         )
         for name, amount, ratio, css in lines
     ]
-    table = _table(
+    table = table_of(
         "Totals over all sites and both ways",
         (("", "left"), ("bytes", ""), ("against this run", ""), ("to scale", "left bars")),
         rows,
@@ -110,7 +111,7 @@ def sites_table(run: Run) -> str:
             '<section class="card"><h2>Sites</h2><p class="empty">No site has answered yet.</p>'
             "</section>"
         )
-    table = _table(
+    table = table_of(
         "Held-out loss in nats per token, of the global model; answers not counted over all tries",
         heads,
         rows,
@@ -165,7 +166,7 @@ def _faults(run: Run, found: Sequence[Fault], name: str) -> str:
         ("what", "left"),
         ("detail", "left wrap detail"),
     )
-    return _table(caption, heads, rows)
+    return table_of(caption, heads, rows)
 
 
 def rounds_table(run: Run) -> str:
@@ -202,25 +203,7 @@ def rounds_table(run: Run) -> str:
     caption = "Every round" if step == 1 else f"Every {step}th round"
     return (
         '<section class="card long"><h2>Rounds</h2><details><summary>Show the numbers behind the '
-        f"curves</summary>{_table(caption, heads, cells)}</details></section>"
-    )
-
-
-def _table(
-    caption: str, heads: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], css: str = ""
-) -> str:
-    """Build a table of escaped cells; the first cell of a row is its heading."""
-    head = "".join(f'<th scope="col" class="{c}">{escape(text)}</th>' for text, c in heads)
-    body = []
-    for first, *rest in rows:
-        cells = "".join(
-            f'<td class="{c}">{cell}</td>' for cell, (_, c) in zip(rest, heads[1:], strict=True)
-        )
-        body.append(f'<tr><th scope="row">{first}</th>{cells}</tr>')
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
-        f'<table class="{css}"><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f"curves</summary>{table_of(caption, heads, cells)}</details></section>"
     )
 
 

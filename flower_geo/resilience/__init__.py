@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flower_geo.resilience.checkpoint import BackgroundWriter, Checkpoint, CheckpointStore
+from flower_geo.resilience.evaluation import Measured
 from flower_geo.resilience.exchange import Exchange, Incoming
 from flower_geo.resilience.intake import Part, whole_base
 from flower_geo.resilience.journal import Journal
@@ -22,6 +23,7 @@ __all__ = [
     "Exchange",
     "Incoming",
     "Journal",
+    "Measured",
     "Membership",
     "Part",
     "RoundEngine",

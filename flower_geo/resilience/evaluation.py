@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from flower_geo.errors import ReplyRefused
 from flower_geo.messages import Reply, Request
@@ -13,9 +14,18 @@ from flower_geo.resilience.membership import Membership, SiteRecord
 from flower_geo.resilience.policy import Emit
 from flower_geo.resilience.replies import NeedLimit, payload_bytes
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "Measured"]
 
 logger = logging.getLogger(__name__)
+
+
+class Measured(NamedTuple):
+    """A site's held-out figures: loss a token, tokens it was taken on, and all it said."""
+
+    site: str
+    loss: float
+    tokens: float
+    metrics: Mapping[str, float]
 
 
 class Evaluation:
@@ -47,15 +57,15 @@ class Evaluation:
         self.request_for = request_for
         self._asked: dict[str, str] = {}
 
-    def run(self, deadline: float) -> list[tuple[str, float, float]]:
-        """``(site, loss, tokens)`` in site order.
+    def run(self, deadline: float) -> list[Measured]:
+        """What was measured, in site order.
 
         Sites that fail or do not answer within ``deadline`` seconds are left out.
         """
         self.exchange.drop(lambda request: request.kind == EVALUATE)
         for record in self.membership.online(self.exchange.nodes()):
             self._ask(record)
-        measured: list[tuple[str, float, float]] = []
+        measured: list[Measured] = []
         until = self.exchange.clock() + deadline
         for incoming in self.exchange.take(until, lambda request: request.kind == EVALUATE):
             request = incoming.request
@@ -68,7 +78,7 @@ class Evaluation:
                 continue
             if found is not None:
                 measured.append(found)
-        return sorted(measured)
+        return sorted(measured, key=lambda each: each.site)
 
     def _ask(self, record: SiteRecord) -> None:
         assert record.node_id is not None
@@ -79,7 +89,7 @@ class Evaluation:
             self.emit("evaluation", round=self.round, site=record.name, bytes_down=down)
         self._asked[record.name] = request.base_hash
 
-    def _read(self, incoming: Incoming) -> tuple[str, float, float] | None:
+    def _read(self, incoming: Incoming) -> Measured | None:
         site = incoming.request.site
         if incoming.records is None:
             logger.warning("site %s did not evaluate: %s", site, incoming.failure)
@@ -98,6 +108,7 @@ class Evaluation:
             return None
         loss = reply.metrics.get("loss-before", math.nan)
         if reply.status == "done" and math.isfinite(loss):
-            return site, loss, reply.metrics.get("eval-tokens", 0.0)
+            tokens = reply.metrics.get("eval-tokens", 0.0)
+            return Measured(site, loss, tokens, reply.metrics)
         logger.warning("site %s cannot evaluate: %s", site, reply.detail)
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flower_geo.errors import ReplyRefused, StateLocked
 from flower_geo.messages import Reply, Request
-from flower_geo.resilience.evaluation import Evaluation
+from flower_geo.resilience.evaluation import Evaluation, Measured
 from flower_geo.resilience.exchange import QUERY, TRAIN, Exchange, Incoming, Open
 from flower_geo.resilience.intake import Base, Intake, Part, whole_base
 from flower_geo.resilience.membership import Membership, SiteRecord
@@ -231,10 +231,8 @@ class RoundEngine(Reception):
         self.emit("fault", site="", what="network", detail=detail)
         logger.warning("%s", detail)
 
-    def evaluate(
-        self, round: int, request_for: Callable[[SiteRecord], Request]
-    ) -> list[tuple[str, float, float]]:
-        """Ask every connected site for its held-out loss; ``(site, loss, tokens)`` in order.
+    def evaluate(self, round: int, request_for: Callable[[SiteRecord], Request]) -> list[Measured]:
+        """Ask every connected site for its held-out figures; in site order.
 
         Sites that fail or do not answer within the deadline are left out.
         """

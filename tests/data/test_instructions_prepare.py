@@ -164,7 +164,18 @@ def test_too_little_is_one_line(prepared: Prepare, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="seq-len 1 is too short"):
         prepared(path, seq_len=1)
     with pytest.raises(DataError, match="held-out share"):
-        prepared(path, held_out=1.0)
+        prepared(path, held_out=1.1)
+
+
+def test_all_may_be_held_out_to_be_asked(prepared: Prepare, file: Path, tmp_path: Path) -> None:
+    some, every = prepared(file), prepared(file, held_out=1.0)
+    assert len(every.held_out) == len(some.held_out) + len(some.train) and not len(every.train)
+    assert len(every.held_out_answers) > len(some.held_out_answers)
+    assert every.fingerprint != some.fingerprint
+    # Also of questions that are all the same, and cut into shards.
+    same = write(tmp_path / "same.jsonl", pairs(1) * 6)
+    assert len(prepared(same, held_out=1.0).held_out) == 6
+    assert len(prepared(f"{same}[1/3]", held_out=1.0).held_out) == 2
 
 
 def test_what_is_held_out_follows_content_and_not_order(

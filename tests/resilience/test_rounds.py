@@ -239,7 +239,8 @@ def test_a_site_that_lacks_the_base_is_asked_again_but_not_for_ever(
 
 
 def evaluated(world: World) -> list[tuple[str, float, float]]:
-    return world.engine.evaluate(5, lambda record: world.request(record, 5))
+    found = world.engine.evaluate(5, lambda record: world.request(record, 5))
+    return [(each.site, each.loss, each.tokens) for each in found]
 
 
 def test_evaluation_leaves_out_who_fails(tmp_path: Path) -> None:

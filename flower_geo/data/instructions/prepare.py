@@ -66,8 +66,8 @@ def prepare_instructions(
             prepared anew and a moved one is not.
         completion_only: train on what the assistant says; else on all tokens.
         packing: join training examples to rows of at most `seq_len` tokens.
-        held_out: share of the conversations, 0 < share < 1, that is never
-            trained on; at least one a shard.
+        held_out: share of the conversations, 0 < share <= 1, that is never
+            trained on; at least one a shard.  1 = all of them: nothing to train on.
         seed: decides which are held out.
 
     Returns:
@@ -79,7 +79,7 @@ def prepare_instructions(
     """
     if seq_len < 2:
         raise DataError(f"seq-len {seq_len} is too short: set it to 2 or more")
-    if not 0.0 < held_out < 1.0:
+    if not 0.0 < held_out <= 1.0:
         raise DataError(f"held-out share {held_out} is outside 0..1: set it to 0.1, for instance")
     parsed = parse_instructions(spec)
     source = open_rows(parsed)
@@ -103,17 +103,18 @@ def prepare_instructions(
         return made
 
     stored = open_or_build(Path(cache_dir).expanduser(), key, build)
-    return _opened(parsed, stored, int(seq_len), bool(packing), [token_hash, template])
+    hashes = [token_hash, template]
+    return _opened(parsed, stored, int(seq_len), bool(packing), hashes, held_out == 1)
 
 
 def _opened(
-    spec: DataSpec, stored: Stored, seq_len: int, packing: bool, hashes: list[str]
+    spec: DataSpec, stored: Stored, seq_len: int, packing: bool, hashes: list[str], all_held: bool
 ) -> InstructionCorpus:
     """This site's shard of a stored source."""
     shard = (spec.shard, spec.n_shards)
     train, held = stored.train.piece(*shard), stored.held_out.piece(*shard)
-    if not len(train) or not len(held):
-        what = "train on" if not len(train) else "hold out"
+    if not len(held) or not (len(train) or all_held):
+        what = "hold out" if len(train) or all_held else "train on"
         raise DataError(
             f"{spec.name} leaves nothing to {what} ({stored.report.line()}): add rows, raise "
             "seq-len, or cut it into fewer shards"

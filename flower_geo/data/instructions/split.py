@@ -46,10 +46,12 @@ class Ranks:
         """Which of them are held out, bool [n].
 
         Args:
-            share: of each category, 0 < share < 1.
+            share: of each category, 0 < share <= 1; 1 = everything.
             least: conversations to hold out in each category at least.
             name: of the source, for the log.
         """
+        if share == 1:
+            return np.ones(len(self._asked), dtype=np.bool_)
         asked = np.array(self._asked, dtype=np.uint64)
         whole = np.array(self._whole, dtype=np.uint64)
         category = np.array(self._category, dtype=np.str_)
