@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from flower_geo.config import FedAvgLoRAConfig
 from flower_geo.models.identity import IDENTITY
 from flower_geo.strategies import FedAvgLoRA
 from flower_geo.strategies.tally import Tally
@@ -12,7 +12,7 @@ from tests.strategies.runs import Killed, dying, events
 from tests.strategies.test_fedavg_lora import configured, federation, run
 
 
-def card_of(config: Any) -> str:
+def card_of(config: FedAvgLoRAConfig) -> str:
     return (Path(config.run_dir) / config.run_name / "model" / "README.md").read_text()
 
 
