@@ -210,6 +210,7 @@ class RunSession:
             common |= {
                 "payload": offer.kind, "first": offer.first, "last": offer.last,
                 "arrays": offer.record, "accepted": record.accepted, "consumed": record.consumed,
+                "stream": self.terms.stream(values["round"], record.name),
             }  # fmt: skip
         return Request(**(common | values))
 
@@ -221,7 +222,6 @@ class RunSession:
         return self._request(
             record, round=round, attempt=attempt, position=float((round - 1) * steps),
             span=float(steps), evaluate=self._due(self.done),
-            stream=self.terms.stream(round, record.name),
         )  # fmt: skip
 
     def _due(self, version: int) -> bool:
@@ -352,12 +352,8 @@ class RunSession:
     def finish(self) -> None:
         """Evaluate the final model, export it, and write the report."""
         measured = self.engine.evaluate(
-            self.done,
-            lambda record: self._request(
-                record, round=self.done, evaluate=True,
-                stream=self.terms.stream(self.done, record.name),
-            ),
-        )  # fmt: skip
+            self.done, lambda record: self._request(record, round=self.done, evaluate=True)
+        )
         self.figures.losses(self.done, measured)
         self.writer.wait()
         master, folder = self.broadcaster.master, self.folder.path / "model"

@@ -43,7 +43,7 @@ def files(tmp_path: Path) -> Path:
     (root / "notes.txt").write_text("not read", "utf-8")
     (root / "a.JSONL").write_bytes(b"\xef\xbb\xbf" + lines("1") + b"\n" + lines("2"))
     (root / "b" / "c.json").write_text(json.dumps([{**PAIR, "n": "3"}]), "utf-8")
-    (root / "d.jsonl.gz").write_bytes(gzip.compress(lines("4")))
+    (root / "d.jsonl.gz").write_bytes(gzip.compress(lines("4"), mtime=0))
     (root / "e.jsonl.xz").write_bytes(lzma.compress(lines("5")))
     table = pa.table({"question": ["q"] * 2, "answer": ["a"] * 2, "n": ["6", "7"]})
     pa.parquet.write_table(table, root / "f.parquet")
@@ -91,7 +91,7 @@ def test_the_digest_follows_rows_and_not_places(files: Path, tmp_path: Path) -> 
         ("a.jsonl", b'\n"text"\n', "a.jsonl, line 2 is not a JSON object"),
         ("a.jsonl", b'{"a": "b"}\n{"a": "\xe9"}\n', "byte 0xe9 at byte offset 18"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
-        ("a.jsonl.gz", gzip.compress(lines("x" * 999))[:-12], "is cut short"),
+        ("a.jsonl.gz", gzip.compress(lines("x" * 999), mtime=0)[:-12], "is cut short"),
         ("a.json", b'{"question": "q"}', "a.json holds no list"),
         ("a.json", b"[1]", "a.json, row 0 is not a JSON object"),
         ("a.json", b'{"a": 1}\n{"a": 2}', "call it .jsonl"),
