@@ -76,7 +76,7 @@ smollm2: install ## fetch SmolLM2-135M and write its first layers (SMOLLM2_LAYER
 
 # Tests of these packages share nothing but the machine: two run beside each other, a thread
 # each.  The others start processes, and have the machine for themselves.
-PAIRED := $(addprefix tests/,aggregation compression data models observe strategies training)
+PAIRED := $(addprefix tests/,aggregation compression data evaluation models observe strategies training)
 OTHERS := $(filter-out $(PAIRED) tests/conftest.py,$(wildcard tests/test_*.py) \
 	$(patsubst %/,%,$(filter-out %/__pycache__/,$(wildcard tests/*/))))
 QUICK  := $(BIN)/python -m pytest -m "not slow and not bench"
