@@ -11,7 +11,10 @@ from typing import Any
 from benchmarks.faults_page import page
 from benchmarks.figures import REPO, output_folder
 
-ORDER = ("convergence", "presets", "codecs", "inner-loop", "overhead", "server-memory", "lora-svd")
+ORDER = (
+    "convergence", "presets", "codecs", "inner-loop", "overhead", "server-memory", "lora",
+    "lora-svd", "sft-loop",
+)  # fmt: skip
 
 
 def left(name: str) -> dict[str, Any] | None:

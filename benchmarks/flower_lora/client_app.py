@@ -78,8 +78,8 @@ def train(message: Message, context: Context) -> Message:
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        total += float(loss)
-    metrics = {
+        total += float(loss.detach())
+    metrics: dict[str, Any] = {
         "num-examples": len(rows), "seconds": time.time() - began, "loss": total / steps,
     }  # fmt: skip
     record = RecordDict(

@@ -42,7 +42,7 @@ class Timed(FedAvg):
         good = [reply.content for reply in replies if reply.has_content()]
         self.rounds[-1] |= {
             "ended": time.time(),
-            "seconds": [float(each["metrics"]["seconds"]) for each in good],
+            "seconds": [each.metric_records["metrics"]["seconds"] for each in good],
             "bytes_up": sum(
                 len(array.data) for each in good for array in each.array_records["arrays"].values()
             ),
