@@ -43,7 +43,7 @@ class Peaks:
 
     def __init__(self, marks: Sequence[str]) -> None:
         self.marks, self.mib = set(marks), dict[str, float]()
-        self._known: dict[int, str] = {}
+        self._known: dict[int, psutil.Process | None] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -52,17 +52,15 @@ class Peaks:
             for pid in psutil.pids():
                 try:
                     if pid not in self._known:
-                        self._known[pid] = self._part(psutil.Process(pid))
-                    if part := self._known[pid]:
+                        self._known[pid] = self._ours(psutil.Process(pid))
+                    # A process has its parent's command line until it has one of its own.
+                    if (process := self._known[pid]) and (part := _part(process)):
                         self.mib[part] = max(self.mib.get(part, 0.0), _peak(pid))
                 except (psutil.Error, OSError, StopIteration):
                     continue  # ended meanwhile
 
-    def _part(self, process: psutil.Process) -> str:
-        if process.environ().get(MARK) not in self.marks:
-            return ""
-        line = " ".join(process.cmdline())
-        return next((part for part, word in PARTS.items() if word in line), "")
+    def _ours(self, process: psutil.Process) -> psutil.Process | None:
+        return process if process.environ().get(MARK) in self.marks else None
 
     def __enter__(self) -> Peaks:
         self._thread.start()
@@ -71,6 +69,11 @@ class Peaks:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+
+
+def _part(process: psutil.Process) -> str:
+    line = " ".join(process.cmdline())
+    return next((part for part, word in PARTS.items() if word in line), "")
 
 
 def _peak(pid: int) -> float:

@@ -157,7 +157,8 @@ def _deployed(figures: Mapping[str, Any]) -> str:
         f"{figures['steps'] // figures['rounds']} steps, `svd` with preset `lean` and Flower's "
         "FedAvg in turn on the same cluster. Sockets are counted by a relay between the sites and "
         "the coordinator, with Flower's polling and some 0.9 kB of headers a tensor, of which "
-        "this small adapter has 56. Outside training is a round less its slowest site's steps, "
+        "this small adapter has 56. Ours also evaluates before the first round and after the last, "
+        "which is in its whole run. Outside training is a round less its slowest site's steps, "
         "median.\n\n"
         + table(["", "Flower's FedAvg", "`lean`", "of Flower's"], rows)
         + f"\n\nPayload: 1/{1 / payload:.1f} of Flower's (at most 1/8 wanted); on the socket: "
