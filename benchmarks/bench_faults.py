@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {
     "model": "gpt2-nano", "seq-len": 128, "batch-size": 8, "eval-every": 0, "eval-tokens": 2048,
     "sample-tokens": 0, "warmup-steps": 10, "wait-for-sites": 240.0,
 }  # fmt: skip
-#: As somebody with four sites may set it: half of them, and a moment more for the others.
+#: As somebody with four sites may set it: nobody is left out, a dead one is waited for.
 PATIENT: dict[str, Any] = {"quorum": "all", "deadline": 600.0, "max-staleness": 2, "min-sites": 2}
 EVAL_TOKENS = 32_768
 

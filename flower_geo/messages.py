@@ -73,9 +73,9 @@ class Request:
         fingerprint: hash of the training configuration.
         payload, first, last: what ``arrays`` holds, see ``Broadcaster.offer``.
         evaluate: measure the held-out loss of the base before training.
-        stream: where and with what the site dials in for a stream, see
-            ``flower_geo.split_offer``; empty for none.  No part of what is asked: the
-            same request made again carries another.
+        stream: where and with what the site dials in for a stream of its own; empty
+            for none.  No part of what is asked: the same request made again carries
+            another.
         config: training configuration, kebab-case.
     """
 

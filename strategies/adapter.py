@@ -59,7 +59,7 @@ class AdapterModel(RunModel):
         )  # fmt: skip
         check_vocab(base, self.tokenizer)
         adapted = attach(base, self.adapter, config.seed)
-        self._untrained = adapter_state(adapted)
+        self._fresh = adapter_state(adapted)
         return adapted
 
     @cached_property
@@ -85,13 +85,9 @@ class AdapterModel(RunModel):
         return FoldedBase(self.model)
 
     def weights(self) -> dict[str, Tensor]:
-        """fp32 copies of the fresh adapter."""
-        return adapter_state(self.model)
-
-    def untrained(self) -> dict[str, Tensor]:
-        """The fresh adapter, whatever the live model holds by now."""
-        assert self.model is not None
-        return self._untrained
+        """fp32 copies of the fresh adapter, whatever the live model holds by now."""
+        _ = self.model  # built, it leaves its first adapter
+        return {name: tensor.clone() for name, tensor in self._fresh.items()}
 
     @cached_property
     def server_set(self) -> ServerSet | None:
@@ -131,7 +127,7 @@ class AdapterModel(RunModel):
 
     def card(self, facts: Mapping[str, Any]) -> str:
         """The model card: what was trained, by how many, how it was sent, on which base."""
-        return model_card(adapter_facts(self.config, self.untrained(), self._hashes, facts))
+        return model_card(adapter_facts(self.config, self.weights(), self._hashes, facts))
 
     def describe(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Write the card anew, with what became known since the export."""

@@ -72,10 +72,6 @@ class RunModel:
         """Figures on the coordinator's own set; empty where there is none."""
         return {}
 
-    def untrained(self) -> dict[str, Tensor]:
-        """What :meth:`measure` takes for the model before the first round."""
-        return {}
-
     def export(self, weights: Mapping[str, Tensor], folder: Path, facts: Mapping[str, Any]) -> None:
         """Write ``weights`` as a Hugging Face folder.
 

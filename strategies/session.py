@@ -371,7 +371,7 @@ class RunSession:
             if not (last := self.model.measure(master)):
                 return {}
             self.figures.server(self.done, last)
-        first = self.model.measure(self.model.untrained())
+        first = self.model.measure(self.model.weights())
         return {"base": figures_named(first), "federated": figures_named(last)}
 
     def fail(self, reason: str) -> None:

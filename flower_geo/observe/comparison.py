@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
@@ -73,7 +73,7 @@ def comparison_lines(event: Mapping[str, Any]) -> list[str]:
     rows = compared_in(event)
     if not rows:
         return []
-    columns = [column for column in COLUMNS if any(column in row.figures for row in rows)]
+    columns = _known(rows)
     exact = any(row.of(column, "exact_match") is not None for row in rows for column in columns)
     cells = [["", *(COLUMNS[column] for column in columns), "joining"]]
     for row in rows:
@@ -97,7 +97,7 @@ def comparison_card(event: Mapping[str, Any]) -> str:
         for figure in _FIGURES
         if any(row.of(column, figure) is not None for row in rows for column in COLUMNS)
     ]
-    columns = [column for column in COLUMNS if any(column in row.figures for row in rows)]
+    columns = _known(rows)
     heads = [("", "left"), ("tokens", "")]
     heads += [
         (f"{_title(figure)}, {COLUMNS[column]}", "") for figure in shown for column in columns
@@ -125,6 +125,11 @@ def comparison_card(event: Mapping[str, Any]) -> str:
         '<section class="card long"><h2>Did joining pay?</h2>'
         f"{table_of(caption, heads, cells, 'comparison')}{missing}</section>"
     )
+
+
+def _known(rows: Sequence[Compared]) -> list[str]:
+    """Columns that some row has figures in."""
+    return [column for column in COLUMNS if any(column in row.figures for row in rows)]
 
 
 def _title(figure: str) -> str:

@@ -17,6 +17,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,16 +99,18 @@ class RoundSnapshots:
 
     def load(self, step: int | None = None) -> RoundSnapshot | None:
         """This round's snapshot after ``step``, or the newest; None where there is no whole one."""
-        for folder in (self._folder, self._before):
-            found = self._read(folder)
-            if found is not None and step in (None, found.so_far.steps):
-                return found
-        return None
+        whole = (found for _, found in self._whole() if step in (None, found.so_far.steps))
+        return next(whole, None)
 
     def steps(self) -> list[int]:
         """Steps of this round that can be gone back to, newest first; its begin is not told."""
-        found = (self._read(folder) for folder in (self._folder, self._before))
-        return [each.so_far.steps for each in found if each is not None]
+        return [found.so_far.steps for _, found in self._whole()]
+
+    def _whole(self) -> Iterator[tuple[Path, RoundSnapshot]]:
+        """Whole snapshots of this round and where they lie, newest first."""
+        for folder in (self._folder, self._before):
+            if (found := self._read(folder)) is not None:
+                yield folder, found
 
     def _read(self, folder: Path) -> RoundSnapshot | None:
         try:
@@ -161,17 +164,18 @@ class RoundSnapshots:
         Raises:
             StateError: there is no snapshot of that step.
         """
-        for folder in (self._folder, self._before):
-            found = self._read(folder)
-            if found is not None and found.so_far.steps > step:
+        wanted: RoundSnapshot | None = None
+        for folder, found in self._whole():
+            if found.so_far.steps > step:
                 shutil.rmtree(folder, ignore_errors=True)
-        found = self.load(step) if step else None
-        if step and found is None:
+            elif found.so_far.steps == step:
+                wanted = wanted or found
+        if step and wanted is None:
             raise StateError(
                 f"the round cannot go back to step {step}: its snapshot is gone from "
                 f"{self._folder.parent}; the round starts anew when it is asked for again"
             )
-        return found
+        return wanted
 
     def drop(self) -> None:
         """Remove the snapshots, of whatever round."""
@@ -188,12 +192,7 @@ class Pace:
     Args:
         every: steps between snapshots; 0 = none.
         nbytes: about what one writes.
-
-    Attributes:
-        anywhere: a site that leaves may write one after any step.
     """
-
-    anywhere = True
 
     def __init__(self, every: int, nbytes: int) -> None:
         self._every = every

@@ -10,7 +10,7 @@ from torch import Tensor
 from flower_geo.data import Cursor
 from flower_geo.models import snapshot
 from flower_geo.site.bench import Session
-from flower_geo.site.inround import RoundSnapshot, RoundSnapshots
+from flower_geo.site.inround import Pace, RoundSnapshot, RoundSnapshots
 from flower_geo.site.watch import Leaving
 from flower_geo.training import InnerLoop
 
@@ -40,14 +40,14 @@ def after_steps(
     """
     config, watch = session.config, session.watch
     size = 3 * sum(parameter.nbytes for parameter in session.task.model.parameters())
-    pace = session.task.pace(config.snapshot_steps, size)
+    pace = Pace(config.snapshot_steps, size)
 
     def after_step(step: int, loss: Tensor) -> None:
         watch.step(step, total, loss)
         if step == total:  # what comes next is the round's own result
             return
         leaving = watch.leaving()
-        if pace.due(step) or (leaving and pace.anywhere):
+        if leaving or pace.due(step):
             began = time.monotonic()
             stored = snapshots.save(
                 RoundSnapshot(

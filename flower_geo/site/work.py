@@ -175,15 +175,13 @@ def _train(
         loop.load_state_dict(before.inner)
     consumed = found.consumed if found is not None else before.consumed
     cursor = Cursor(task.sequences, config.seed, consumed=consumed)
+    steps = None if config.inner_seconds else config.inner_steps
     session.watch.phase("training")
     result = loop.run(
         task.batches(cursor),
-        steps=None if config.inner_seconds else config.inner_steps,
+        steps=steps,
         seconds=config.inner_seconds or None, position=request.position, span=request.span,
-        on_step=after_steps(
-            session, loop, cursor, snapshots, dict(metrics),
-            None if config.inner_seconds else config.inner_steps,
-        ),
+        on_step=after_steps(session, loop, cursor, snapshots, dict(metrics), steps),
         carried=found.so_far if found is not None else None,
     )  # fmt: skip
     if request.evaluate:

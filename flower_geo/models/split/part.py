@@ -106,14 +106,8 @@ class SplitPart(nn.Module):
         ).logits
         return output
 
-    def forward(
-        self,
-        inputs: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Like :meth:`run`."""
-        return self.run(inputs, attention_mask, position_ids)
+    #: What ``nn.Module`` calls.
+    forward = run
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True

@@ -49,7 +49,6 @@ from flower_geo.models.adapter_choice import adapter_spec, adapter_tokenizer, si
 from flower_geo.models.folding import FoldedBase
 from flower_geo.models.identity_text import identity_text
 from flower_geo.site.identity import cache_folder, node_number
-from flower_geo.site.inround import Pace
 from flower_geo.site.tasks.base import inner_config
 from flower_geo.site.tasks.comparison import AdapterComparison
 from flower_geo.site.tasks.kept import KeptByFiles, Stamps, file_stamps
@@ -224,10 +223,6 @@ class Adapters:
         settings = replace(inner_config(self.config, self.total_steps), prox_mu=prox)
         kind = TrlLoop if self.config.inner_loop == "trl" else InnerLoop
         return kind(self.model, settings)
-
-    def pace(self, every: int, nbytes: int) -> Pace:
-        """Every so many steps, where that does not cost too much."""
-        return Pace(every, nbytes)
 
     def batches(self, cursor: Cursor) -> Callable[[], dict[str, Tensor]]:
         """Batches of examples from where the cursor stands."""

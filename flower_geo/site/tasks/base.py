@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from flower_geo.compression import Growing
 from flower_geo.config import CommonConfig
 from flower_geo.data import Cursor
-from flower_geo.site.inround import Pace
 from flower_geo.training import InnerConfig, InnerLoop
 
 __all__ = ["Comparison", "Task", "inner_config"]
@@ -102,9 +101,6 @@ class Task(Protocol):
 
     def loop(self) -> InnerLoop:
         """A loop over the model's trained parameters."""
-
-    def pace(self, every: int, nbytes: int) -> Pace:
-        """When a snapshot within the round is due; ``nbytes`` is about what one writes."""
 
     def batches(self, cursor: Cursor) -> Callable[[], Any]:
         """Makes one batch a call, on the model's device."""

@@ -18,7 +18,6 @@ from flower_geo.data.sources import Files, open_source
 from flower_geo.data.spec import parse_spec
 from flower_geo.models import build_model, check_vocab, load_state, snapshot
 from flower_geo.site.identity import cache_folder, node_number
-from flower_geo.site.inround import Pace
 from flower_geo.site.tasks.base import inner_config
 from flower_geo.site.tasks.kept import KeptByFiles, Stamps, file_stamps
 from flower_geo.training import InnerLoop, evaluate
@@ -126,10 +125,6 @@ class Pretraining:
     def loop(self) -> InnerLoop:
         """A loop over the model."""
         return InnerLoop(self.model, inner_config(self.config, self.total_steps))
-
-    def pace(self, every: int, nbytes: int) -> Pace:
-        """Every so many steps, where that does not cost too much."""
-        return Pace(every, nbytes)
 
     def batches(self, cursor: Cursor) -> Callable[[], Tensor]:
         """Batches from where the cursor stands."""
