@@ -95,7 +95,8 @@ class AdapterModel(RunModel):
         return ServerSet(self.config, self.tokenizer) if self.config.server_data else None
 
     def prepare(self) -> None:
-        """Read it."""
+        """Build the adapted base, read the server set."""
+        super().prepare()
         _ = self.server_set
 
     def measure(self, weights: Mapping[str, Tensor]) -> dict[str, float]:

@@ -66,7 +66,12 @@ class RunModel:
             )
 
     def prepare(self) -> None:
-        """Read what the coordinator itself evaluates on, so that a fault in it ends a run early."""
+        """Build the model; read what the coordinator itself evaluates on, where there is any.
+
+        A fault in either ends a run early, and what a commit does beside a round draws
+        from no random state that a site in the same process trains with.
+        """
+        _ = self.model
 
     def measure(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """Figures on the coordinator's own set; empty where there is none."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from flower_geo.errors import ModelError
 from flower_geo.models.adapter_spec import PREFIX, AdapterSpec, module_name
 from flower_geo.models.adapter_targets import peft_config
-from flower_geo.models.build import first_line, quiet
+from flower_geo.models.build import apart_from_random, first_line, quiet
 from flower_geo.models.state import listed
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def attach(model: PreTrainedModel, spec: AdapterSpec, seed: int) -> PeftModel:
         raise ModelError("the model has an adapter already; attach to a model built anew")
     config = peft_config(model, spec)
     try:
-        with quiet_peft(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with quiet_peft(), apart_from_random():
             peft: Any = get_peft_model(model, config, adapter_name=ADAPTER)
     except (ValueError, TypeError, UserWarning) as error:
         raise ModelError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 __all__ = [
+    "apart_from_random",
     "build_model",
     "first_layers",
     "first_line",
@@ -143,10 +145,23 @@ def _instantiate(config: PreTrainedConfig) -> PreTrainedModel:
     return cast("PreTrainedModel", model)
 
 
+#: The generator that models are drawn from is the whole process's: one build at a time.
+_drawing = threading.Lock()
+
+
+@contextmanager
+def apart_from_random() -> Iterator[None]:
+    """Build something on the CPU and leave the process's random state as it was.
+
+    Only the CPU generator is looked at: other threads' builds wait.
+    """
+    with _drawing, torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        yield
+
+
 def _from_config(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    # Only the CPU generator is drawn from, and it is put back; torch.manual_seed
-    # would also reseed every CUDA device.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with apart_from_random():
+        # torch.manual_seed would also reseed every CUDA device.
         torch.default_generator.manual_seed(seed)
         return _instantiate(config)
 
@@ -173,12 +188,7 @@ def _load(spec: str, layers: int | None = None) -> PreTrainedModel:
     if folder is not None and not packed:
         _check_folder(folder)
     try:
-        with (
-            quiet(),
-            no_bars() if packed else nullcontext(),
-            torch.random.fork_rng(devices=[]),
-            torch.device("cpu"),
-        ):
+        with quiet(), no_bars() if packed else nullcontext(), apart_from_random():
             loaded = AutoModelForCausalLM.from_pretrained(
                 folder or spec,
                 dtype=torch.float32,

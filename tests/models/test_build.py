@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,20 @@ def test_initial_weights_depend_on_the_arguments_alone(spec: str) -> None:
     assert all(t.dtype == torch.float32 for t in again.values())
     other = built(seed=4)
     assert any(not torch.equal(plain[name], other[name]) for name in plain)
+
+
+def test_models_built_by_several_threads_are_what_one_builds() -> None:
+    def build(seed: int) -> dict[str, torch.Tensor]:
+        return snapshot(build_model("llama-pico", seed=seed, vocab_size=512, max_seq_len=32))
+
+    seeds = [1, 2, 3, 4] * 3
+    alone = {seed: build(seed) for seed in set(seeds)}
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        for seed, built in zip(seeds, pool.map(build, seeds), strict=True):
+            assert all(torch.equal(built[name], alone[seed][name]) for name in built)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_built_model_trains() -> None:
