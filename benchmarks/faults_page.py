@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.figures import table
 from tests.chaos.words import NAMES, ORDER, WORDS
 
-__all__ = ["page"]
+__all__ = ["chaos_page", "faults_section"]
 
 _HEADINGS = (
     "fault", "what happens", "what is lost", "times", "committed rounds lost",
@@ -16,12 +16,11 @@ _HEADINGS = (
 )  # fmt: skip
 
 
-def page(chaos: Mapping[str, Any], faults: Mapping[str, Any] | None = None) -> str:
-    """The page as Markdown.
+def chaos_page(chaos: Mapping[str, Any]) -> str:
+    """Every fault and what came of it, as Markdown.
 
     Args:
         chaos: what ``make chaos`` left in ``chaos.json``.
-        faults: what ``benchmarks/bench_faults.py`` left in ``faults.json``, if it has run.
 
     Raises:
         ValueError: the chaos run found a broken promise, which is no figure to show.
@@ -32,15 +31,16 @@ def page(chaos: Mapping[str, Any], faults: Mapping[str, Any] | None = None) -> s
             f"the chaos run has {len(figures['problems'])} problems, the first: "
             f"{figures['problems'][0]}; mend that, then run it again"
         )
-    parts = ["# Faults\n", _summary(figures), *_matrix(figures)]
-    parts.append(f"Machine: {chaos['machine']}, Python {chaos['python']}.\n")
-    if faults is not None:
-        parts += [
-            f"## {faults['title']}\n", f"{faults['text']}\n",
-            f"Measured by `python -m benchmarks.bench_faults`. Machine: {faults['machine']}, "
-            f"Python {faults['python']}.\n",
-        ]  # fmt: skip
-    return "\n".join(parts)
+    machine = f"Machine: {chaos['machine']}, Python {chaos['python']}.\n"
+    return "\n".join(["# Faults\n", _summary(figures), *_matrix(figures), machine])
+
+
+def faults_section(faults: Mapping[str, Any]) -> dict[str, str]:
+    """Title and text of what ``benchmarks/bench_faults.py`` left in ``faults.json``."""
+    return {
+        faults["title"]: f"{faults['text']}\n\nMeasured by `python -m benchmarks.bench_faults`. "
+        f"Machine: {faults['machine']}, Python {faults['python']}.\n"
+    }
 
 
 def _summary(figures: Mapping[str, Any]) -> str:

@@ -28,6 +28,9 @@ __all__ = ["Links", "TimedExchange", "check_codecs"]
 
 #: Metrics this side writes; whatever a site claims under these names is dropped.
 SECONDS, UP, DOWN = "link-seconds", "link-bytes-up", "link-bytes-down"
+#: Flower's shortest and longest pause, in seconds, before it looks again for a tensor that
+#: is still uploaded.
+FIRST_PAUSE, LONGEST_PAUSE = 0.8, 10.0
 
 
 def check_codecs(config: CommonConfig) -> None:
@@ -58,16 +61,17 @@ def check_codecs(config: CommonConfig) -> None:
 
 
 class _TimedGrid:
-    """Flower's grid with a note of when the reply just pulled had arrived.
+    """Flower's grid with a note of when each reply was there, all of it.
 
-    Replies are looked for one after another, and reading one takes time.  The next
-    may have come anywhere between the last look for it and this one, so it is taken
-    to have come half-way.
+    Replies are looked for one after another, so one that is whole may have come
+    anywhere between the last look for it and this one: it is taken to have come
+    half-way.  One still on its way is waited for by Flower, with pauses that double up
+    to ten seconds: it is taken to have come half-way through the last.
     """
 
     def __init__(self, grid: Grid, clock: Callable[[], float]) -> None:
         self.grid, self.clock = grid, clock
-        self.arrived = clock()
+        self.arrived: dict[str, float] = {}
         self._looked: dict[str, float] = {}
 
     def get_node_ids(self) -> Iterable[int]:
@@ -79,15 +83,18 @@ class _TimedGrid:
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        # The exchange asks for one message at a time.
-        ids, now = list(message_ids), self.clock()
+        # The exchange asks for one message at a time, for several beside each other.
+        ids, began = list(message_ids), self.clock()
         found = list(self.grid.pull_messages(ids))
+        ended = self.clock()
         for key in ids:
-            before = self._looked.pop(key, now)
-            if found:
-                self.arrived = (before + now) / 2
+            before = self._looked.pop(key, began)
+            if not found:
+                self._looked[key] = began
+            elif ended - began > FIRST_PAUSE:
+                self.arrived[key] = ended - min((ended - began) / 2, LONGEST_PAUSE) / 2
             else:
-                self._looked[key] = now
+                self.arrived[key] = (before + began) / 2
         return found
 
 
@@ -125,12 +132,13 @@ class TimedExchange(Exchange):
     def take(self, until: float, wanted: Callable[[Open], bool]) -> Iterator[Incoming]:
         """Yield replies as they arrive, the time they took written into them."""
         for incoming in super().take(until, wanted):
-            down = self._down.pop(incoming.request, 0)
-            if incoming.records is not None:
-                self._stamp(incoming.request, incoming.records, down)
+            request, down = incoming.request, self._down.pop(incoming.request, 0)
+            arrived = self._timed.arrived.pop(request.message_id, None)
+            if incoming.records is not None and arrived is not None:
+                self._stamp(request, incoming.records, down, arrived)
             yield incoming
 
-    def _stamp(self, request: Open, records: RecordDict, down: int) -> None:
+    def _stamp(self, request: Open, records: RecordDict, down: int, arrived: float) -> None:
         geo = records["geo"] if "geo" in records else None
         metrics = records["metrics"] if "metrics" in records else None
         if not isinstance(geo, ConfigRecord) or not isinstance(metrics, MetricRecord):
@@ -140,7 +148,7 @@ class TimedExchange(Exchange):
         at_work = geo.get("at_work")
         if not isinstance(at_work, float) or not math.isfinite(at_work):
             return
-        seconds = self._timed.arrived - request.pushed_at - at_work
+        seconds = arrived - request.pushed_at - at_work
         if request.kind == QUERY:
             self._greeted(records, seconds)
         elif request.kind == TRAIN and seconds > 0:

@@ -100,6 +100,7 @@ class RunSession:
     def __exit__(self, *_: object) -> None:
         """Finish what is being written, then let go of the run folder."""
         try:
+            self.exchange.close()
             self.watch.stop()
             self.writer.wait()
         finally:

@@ -1,8 +1,9 @@
 """Pushing requests and taking replies as they come, over any Flower ``Grid``.
 
 ``Grid.send_and_receive`` waits for all and sleeps three seconds a pull; here
-every reply is handed on the moment it is there, one at a time, so that no more
-than one is in memory, and the ones still missing stay open for later rounds.
+every reply is handed on the moment it is there, one at a time, so that few are in
+memory, and the ones still missing stay open for later rounds.  One whose upload
+takes long keeps nobody from the others, nor from the round's end.
 
 A SuperLink that cannot be talked to is waited for, with growing and jittered
 pauses: a pull up to the round's end, anything else for ``patience`` seconds.
@@ -13,9 +14,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from flwr.app import Message, RecordDict
@@ -24,6 +25,7 @@ from flwr.serverapp import Grid
 from flower_geo.errors import FlowerGeoError, SuperLinkLost
 from flower_geo.messages import one_line
 from flower_geo.resilience.network import Backoff, StallWatch, is_trouble
+from flower_geo.resilience.pulls import Pulls
 
 __all__ = ["EVALUATE", "QUERY", "TRAIN", "Exchange", "Incoming", "Open"]
 
@@ -47,6 +49,7 @@ class Open:
     round: int
     kind: str
     pushed_at: float
+    message_id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Exchange:
         patience: seconds a SuperLink may be away before the run ends.
         tell: takes one line when trouble on the way begins or ends.
         watch: notices calls that do not come back; None = nobody looks.
+        pulls: the pulls under way.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Exchange:
         self.patience = 3600.0
         self.tell: Callable[[str], None] = logger.warning
         self.watch: StallWatch | None = None
+        self.pulls = Pulls(self._pull)
         self._backoff = Backoff()
         self._away_since: float | None = None
         self._again_at = 0.0
@@ -171,7 +176,8 @@ class Exchange:
         ids = self._patiently("push", send)
         if not ids or not ids[0]:
             return False
-        self.open[str(ids[0])] = Open(node_id, site, round, kind, self.clock())
+        key = str(ids[0])
+        self.open[key] = Open(node_id, site, round, kind, self.clock(), key)
         return True
 
     def take(self, until: float, wanted: Callable[[Open], bool]) -> Iterator[Incoming]:
@@ -182,28 +188,16 @@ class Exchange:
         """
         while True:
             for message_id in list(self.open):
-                if message_id not in self.open:
+                if message_id not in self.open or self.pulls.asked(message_id):
                     continue
-                if self._away_since is not None and self.clock() < self._again_at:
+                if self.pulls.full or self._away_since is not None and self.clock() < self._again_at:
                     break
-                try:
-                    messages = self._call("pull", partial(self._pull, message_id))
-                except FlowerGeoError:
-                    raise
-                except Exception as error:
-                    if is_trouble(error):
-                        self._trouble("pull", error)
-                        break
-                    # Flower could not put the reply together: the fault of what is in it.
-                    spoilt = self.open.pop(message_id)
-                    yield Incoming(spoilt, None, f"its reply cannot be read: {_said(error)}")
-                    continue
-                for message in messages:
-                    # A lost node's error comes with the SuperLink's own node id,
-                    # so replies are matched by the message they answer.
-                    answered = self.open.pop(message.metadata.reply_to_message_id, None)
-                    if answered is not None:
-                        yield _incoming(answered, message)
+                with nullcontext() if self.watch is None else self.watch.calling("pull"):
+                    pulled = self.pulls.ask(message_id)
+                if pulled is not None:
+                    yield from self._ended(message_id, pulled)
+            for message_id, pulled in self.pulls.ended():
+                yield from self._ended(message_id, pulled)
             if not self.awaits(wanted):
                 return
             left = until - self.clock()
@@ -216,6 +210,31 @@ class Exchange:
 
     def _pull(self, message_id: str) -> list[Message]:
         return list(self.grid.pull_messages([message_id]))
+
+    def _ended(self, message_id: str, pulled: Future[list[Message]]) -> Iterator[Incoming]:
+        try:
+            messages = self._call("pull", pulled.result)
+        except FlowerGeoError:
+            raise
+        except Exception as error:
+            if is_trouble(error):
+                self._trouble("pull", error)
+                return
+            # Flower could not put the reply together: the fault of what is in it.
+            spoilt = self.open.pop(message_id, None)
+            if spoilt is not None:
+                yield Incoming(spoilt, None, f"its reply cannot be read: {_said(error)}")
+            return
+        for message in messages:
+            # A lost node's error comes with the SuperLink's own node id,
+            # so replies are matched by the message they answer.
+            answered = self.open.pop(message.metadata.reply_to_message_id, None)
+            if answered is not None:
+                yield _incoming(answered, message)
+
+    def close(self) -> None:
+        """Wait for no more replies."""
+        self.pulls.close()
 
     def awaits(self, wanted: Callable[[Open], bool]) -> bool:
         """Whether a reply is outstanding to a request of this sort."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults_page import page
+from benchmarks.faults_page import chaos_page, faults_section
+from benchmarks.write_docs import with_sections
 from tests.chaos.__main__ import summary
 from tests.chaos.driver import Played, Strike
 from tests.chaos.faults import pairs
@@ -72,7 +73,8 @@ def _record(**figures: Any) -> dict[str, Any]:
 
 
 def test_the_page_holds_what_was_measured() -> None:
-    text = page(_record(), {"title": "Cost", "text": "A table.", "machine": "m", "python": "3.12"})
+    cost = {"title": "Cost", "text": "A table.", "machine": "m", "python": "3.12"}
+    text = with_sections(chaos_page(_record()), faults_section(cost))
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     cells = [row[-4:] for row in rows if row[0] == "| kill -9"]
     assert cells[0] == ["3", "0", "5.0", "9.0 |"]  # of the worker, which comes first
@@ -85,4 +87,13 @@ def test_the_page_holds_what_was_measured() -> None:
 
 def test_broken_promises_are_no_figures() -> None:
     with pytest.raises(ValueError, match="2 problems, the first: a thing"):
-        page(_record(problems=["a thing", "another"]))
+        chaos_page(_record(problems=["a thing", "another"]))
+
+
+def test_a_section_takes_the_place_of_its_older_self() -> None:
+    page = "# Page\n\nWords.\n\n## A\n\nold\n\n### Part\n\nof a\n\n## B\n\nb\n"
+    assert with_sections(page, {}) == page
+    assert with_sections(page, {"A": "new\n", "C": "c"}) == (
+        "# Page\n\nWords.\n\n## A\n\nnew\n\n## B\n\nb\n\n## C\n\nc\n"
+    )
+    assert with_sections("# Page\n", {"C": "c"}) == "# Page\n\n## C\n\nc\n"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +31,13 @@ def exchange(grid: FakeGrid, clock: Clock) -> Exchange:
 
 def answer(message: Message) -> Message:
     return Message(RecordDict(), reply_to=message)
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 def anything(request: Open) -> bool:
@@ -167,3 +177,99 @@ def test_an_empty_reply_is_a_failure(exchange: Exchange, grid: FakeGrid) -> None
     exchange.push(1, "s", 1, "train", plain_records())
     (got,) = exchange.take(1.0, anything)
     assert got.records is None and got.failure == "the reply is empty"
+
+
+# -- replies that are announced before they are whole ------------------------------
+
+
+class Uploading(FakeGrid):
+    """A grid where the pull of some nodes' replies waits for their upload."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.uploads: dict[str, threading.Event] = {}
+        self.ends: dict[str, Exception] = {}
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        ids = list(message_ids)
+        if (uploaded := self.uploads.get(ids[0])) is not None:
+            assert uploaded.wait(20)
+            if ids[0] in self.ends:
+                raise self.ends[ids[0]]
+        return super().pull_messages(ids)
+
+
+@pytest.fixture
+def slow(clock: Clock) -> Iterator[tuple[Uploading, Exchange]]:
+    grid = Uploading(clock)
+    grid.serve = lambda m: [(0.0, answer(m))]
+    exchange = Exchange(grid, 0.5, clock, clock.sleep)
+    exchange.pulls.patience = 0.05
+    yield grid, exchange
+    for uploaded in grid.uploads.values():
+        uploaded.set()
+    exchange.close()
+
+
+def uploads(grid: Uploading, exchange: Exchange, *sites: str) -> list[str]:
+    """Requests to sites, of whose replies none is uploaded yet."""
+    before = set(exchange.open)
+    for node, site in enumerate(sites, 50):
+        assert exchange.push(node, site, 1, "train", plain_records())
+    keys = [key for key in exchange.open if key not in before]
+    grid.uploads |= {key: threading.Event() for key in keys}
+    return keys
+
+
+def test_a_long_upload_keeps_nobody_from_the_others_nor_from_the_end(
+    slow: tuple[Uploading, Exchange],
+) -> None:
+    grid, exchange = slow
+    (key,) = uploads(grid, exchange, "slow")
+    exchange.push(2, "fast", 1, "train", plain_records())
+    assert [i.request.site for i in exchange.take(10.0, anything)] == ["fast"]
+    assert exchange.clock() == pytest.approx(10.0) and list(exchange.open) == [key]
+    assert exchange.pulls.asked(key) and exchange.pulls.busy == 1
+    grid.uploads[key].set()
+    wait_until(lambda: not exchange.pulls.busy)
+    assert [i.request.site for i in exchange.take(20.0, anything)] == ["slow"]
+    assert not exchange.open and not exchange.pulls.asked(key)
+
+
+def test_only_so_many_replies_are_under_way_at_once(slow: tuple[Uploading, Exchange]) -> None:
+    grid, exchange = slow
+    exchange.pulls.most = 2
+    keys = uploads(grid, exchange, "a", "b", "c")
+    assert list(exchange.take(5.0, anything)) == [] and exchange.pulls.busy == 2
+    grid.uploads[keys[0]].set()
+    wait_until(lambda: exchange.pulls.busy == 1)
+    assert [i.request.site for i in exchange.take(10.0, anything)] == ["a"]
+    assert exchange.pulls.busy == 2 and exchange.pulls.asked(keys[2])
+
+
+def test_an_upload_that_breaks_off_costs_that_reply(slow: tuple[Uploading, Exchange]) -> None:
+    grid, exchange = slow
+    bad, lost = uploads(grid, exchange, "bad", "lost")
+    grid.ends = {bad: ValueError("half a tensor"), lost: ConnectionError("no route")}
+    assert list(exchange.take(5.0, anything)) == []
+    for uploaded in grid.uploads.values():
+        uploaded.set()
+    wait_until(lambda: not exchange.pulls.busy)
+    (found,) = exchange.take(6.0, anything)
+    assert found.request.site == "bad" and "half a tensor" in found.failure
+    # The network's fault: asked again.
+    assert list(exchange.open) == [lost]
+    grid.ends.clear()
+    assert [i.request.site for i in exchange.take(60.0, anything)] == ["lost"]
+
+
+def test_a_request_dropped_meanwhile_is_answered_to_nobody(
+    slow: tuple[Uploading, Exchange],
+) -> None:
+    grid, exchange = slow
+    (key,) = uploads(grid, exchange, "slow")
+    assert list(exchange.take(5.0, anything)) == []
+    exchange.drop(anything)
+    grid.uploads[key].set()
+    wait_until(lambda: not exchange.pulls.busy)
+    assert list(exchange.take(10.0, anything)) == [] and not exchange.pulls.full
