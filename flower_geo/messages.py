@@ -19,7 +19,7 @@ from flower_geo.errors import ConfigError, ReplyRefused
 __all__ = ["NOTICE", "PROTOCOL", "Reply", "Request", "UpdateKind", "one_line"]
 
 #: Raised by one whenever an older side could not understand a newer one.
-PROTOCOL = 4
+PROTOCOL = 5
 
 PayloadKind = Literal["none", "deltas", "snapshot"]
 Status = Literal["done", "need", "refused"]
@@ -154,6 +154,8 @@ class Reply:
         at_work: seconds this very request kept the site's process; what is left of
             the round trip was spent on the way.  No part of what is answered: the
             same reply given again from the cache takes another time.
+        follows: node id of the SuperNode that served the site before and is known to be
+            dead; empty where nothing is known.  No part of what is answered either.
         metrics: numbers; see ``flower_geo.site``.
     """
 
@@ -173,6 +175,7 @@ class Reply:
     data: str = ""
     codec: str = ""
     at_work: float = field(default=0.0, compare=False)
+    follows: str = field(default="", compare=False)
     protocol: int = PROTOCOL
     metrics: dict[str, float] = field(default_factory=dict)
     arrays: ArrayRecord | None = None

@@ -115,13 +115,17 @@ class Exchange:
 
     def glance(self) -> set[int] | None:
         """Like :meth:`nodes` in one try at most; None when the SuperLink cannot be reached now."""
-        if self._away_since is not None and self.clock() < self._again_at:
+        if self._resting():
             return None
         try:
             return self._call("look at the nodes", lambda: set(self.grid.get_node_ids()))
         except Exception as error:
             self._trouble("look at the nodes", error)
             return None
+
+    def _resting(self) -> bool:
+        """Whether the SuperLink is away, and not to be tried again yet."""
+        return self._away_since is not None and self.clock() < self._again_at
 
     def _patiently(self, what: str, call: Callable[[], _T]) -> _T:
         limit = self.clock() + self.patience
@@ -190,7 +194,7 @@ class Exchange:
             for message_id in list(self.open):
                 if message_id not in self.open or self.pulls.asked(message_id):
                     continue
-                if self.pulls.full or self._away_since is not None and self.clock() < self._again_at:
+                if self.pulls.full or self._resting():
                     break
                 with nullcontext() if self.watch is None else self.watch.calling("pull"):
                     pulled = self.pulls.ask(message_id)

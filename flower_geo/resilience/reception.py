@@ -152,6 +152,9 @@ class Reception:
         record = self.membership.sites.get(reply.site)
         if record is None or record.node_id in (None, node_id):
             self._enter(node_id, reply)
+        elif reply.follows == str(record.node_id):
+            # Only somebody at the site itself knows the old node's id.
+            self._enter(node_id, reply)
         elif record.node_id in (self.exchange.glance() or {record.node_id}):
             self._contest(record.node_id, node_id, reply)
         else:

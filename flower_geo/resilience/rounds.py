@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 #: Rounds after which an unanswered request is not looked for any more.
 FORGET_AFTER = 16
 #: Seconds between two looks at who came and went while a round waits.
-LOOK_AROUND = 5.0
+LOOK_AROUND = 2.0
 
 
 @dataclass
@@ -183,7 +183,7 @@ class RoundEngine(Reception):
                     "waiting", round=now.number, answered=sorted(now.have),
                     pending=sorted(now.missing),
                 )  # fmt: skip
-                if not met and len(now.have & now.asked) >= quorum:
+                if self._returned or (not met and len(now.have & now.asked) >= quorum):
                     break
             self._look_around(now, hello)
             if now.busy and not self.exchange.awaits(lambda open: self._wanted(open, now)):

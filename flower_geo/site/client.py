@@ -29,7 +29,7 @@ from flower_geo.site import frames
 from flower_geo.site.identity import node_number, node_value, site_name
 from flower_geo.site.place import BUSY, MODULE, Place, life_stamp
 
-__all__ = ["ask_worker", "uses_worker"]
+__all__ = ["ask_worker", "deployed", "uses_worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,12 @@ def uses_worker(node_config: Mapping[str, Any]) -> bool:
         raise ConfigError(
             f"node-config worker={chosen!r} is not known; use 'process', 'in-process' or 'auto'"
         )
-    return chosen == "process" or (chosen == "auto" and _DEPLOYED in sys.modules)
+    return chosen == "process" or (chosen == "auto" and deployed())
+
+
+def deployed() -> bool:
+    """Whether Flower runs this process for a SuperNode."""
+    return _DEPLOYED in sys.modules
 
 
 def ask_worker(name: str, request: Request, node_config: Mapping[str, Any]) -> Reply:

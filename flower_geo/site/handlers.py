@@ -14,8 +14,10 @@ from flwr.clientapp import ClientApp
 
 from flower_geo.errors import FlowerGeoError
 from flower_geo.messages import Reply, Request
-from flower_geo.site.client import ask_worker, uses_worker
+from flower_geo.site.client import ask_worker, deployed, uses_worker
+from flower_geo.site.forerunner import forerunner
 from flower_geo.site.identity import site_name
+from flower_geo.site.place import Place
 
 __all__ = ["client_app"]
 
@@ -57,7 +59,8 @@ def _serve(name: str, message: Message, context: Context) -> Message:
     try:
         site = site_name(node)
         request = Request.from_records(message.content)
-        reply = _handler(name, node)(request, node)
+        before = forerunner(Place.of(request, node), context.node_id) if deployed() else ""
+        reply = replace(_handler(name, node)(request, node), follows=before)
     except FlowerGeoError as error:
         logger.error("site %s: %s", site, error)
         reply = Reply(

@@ -17,7 +17,9 @@ FLOWER_GEO = Path(sys.executable).with_name("flower-geo")
 
 #: Bytes a second, each way.
 RATE = 400_000.0
-LADDER = ("bf16", "int8(block=256)", "int4(block=64)", "topk(density=0.05,chunk=4096)|int4(block=64)")
+LADDER = (
+    "bf16", "int8(block=256)", "int4(block=64)", "topk(density=0.05,chunk=4096)|int4(block=64)",
+)  # fmt: skip
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -25,7 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 def test_a_site_behind_a_slow_line_steps_down_and_the_other_does_not(tmp_path: Path) -> None:
     config = (
         f'run-name="line" run-dir="{tmp_path}" model="gpt2-nano" seq-len=32 rounds=6 '
-        'batch-size=1 min-sites=2 inner-steps=2 warmup-steps=0 eval-every=0 eval-tokens=64 '
+        "batch-size=1 min-sites=2 inner-steps=2 warmup-steps=0 eval-every=0 eval-tokens=64 "
         'sample-tokens=0 codec-up="adaptive" comm-target="4"'
     )
     command = [str(FLOWER_GEO), "run", str(REPO / "apps/diloco"), "line", "--plain", "-c", config]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -119,6 +119,38 @@ def test_a_restarted_one_takes_over_from_a_node_that_keeps_silent_without_work(
     assert "node 9 takes over from node 2" in fault["detail"] and TAKEOVER_AFTER < 60
     world.commit(1)
     assert world.gather(2) == ["a", "b"] and trained(second) == [2]
+
+
+def test_one_that_knows_its_forerunner_to_be_dead_is_asked_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path, *sites(1, 1), deadline=300.0)
+    world.assemble()
+
+    def killed(site: FakeSite, request: Request, kind: str) -> Any:
+        if kind == "train":
+            dead(world, 2)
+            second = doubled(world)
+            second.behave = lambda site, request, kind: replace(
+                cast(Reply, honest(site, request, kind)), follows="2"
+            )
+        return None
+
+    world.sites[2].behave = killed
+    assert world.gather(1) == ["a", "b"]
+    # Its hello, its second and no more; Flower still holds the old node for alive.
+    assert world.clock() <= 5 and 2 in world.grid.node_ids
+    assert trained(world.sites[9]) == [1]
+    assert world.seen("fault", what="new node", site="b") and not world.seen("fault", what="twice")
+
+
+def test_somebody_who_names_another_node_waits_as_before(tmp_path: Path) -> None:
+    world = World(tmp_path, *sites(1, 60), deadline=300.0)
+    world.assemble()
+    second = doubled(world)
+    second.behave = lambda site, request, kind: replace(
+        cast(Reply, honest(site, request, kind)), follows="1"
+    )
+    assert world.gather(1) == ["a", "b"]
+    assert trained(second) == [] and world.seen("fault", what="started twice")
 
 
 def test_a_node_at_work_is_not_taken_for_dead(tmp_path: Path) -> None:
