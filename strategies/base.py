@@ -21,6 +21,7 @@ from flower_geo.aggregation import Contribution
 from flower_geo.compression import codec, pack
 from flower_geo.config import CommonConfig
 from flower_geo.errors import FlowerGeoError, NotEnoughSites
+from flower_geo.strategies.ending import fail, finish
 from flower_geo.strategies.links import check_codecs
 from flower_geo.strategies.model import RunModel
 from flower_geo.strategies.session import RunSession
@@ -120,11 +121,11 @@ class GeoStrategy(Strategy):
             try:
                 session.restore(initial_arrays, self.load_outer_state, self.outer_state)
                 self._rounds(session, result, evaluate_fn)
-                session.finish()
+                finish(session)
             except FlowerGeoError as error:
-                session.fail(str(error))
+                fail(session, str(error))
                 raise
-        result.arrays = pack(session.broadcaster.master, codec("fp32"))
+        result.arrays = pack(session.master, codec("fp32"))
         return result
 
     def _rounds(
@@ -148,7 +149,7 @@ class GeoStrategy(Strategy):
                 measured, loss = figures.evaluated
                 result.evaluate_metrics_clientapp[measured] = MetricRecord({"loss": loss})
             if evaluate_fn is not None:
-                arrays = pack(session.broadcaster.master, codec("fp32"))
+                arrays = pack(session.master, codec("fp32"))
                 metrics = evaluate_fn(round, arrays)
                 if metrics is not None:
                     result.evaluate_metrics_serverapp[round] = metrics

@@ -16,7 +16,7 @@ from flower_geo.compression import Broadcaster, content_hash, unpack
 from flower_geo.config import CommonConfig
 from flower_geo.errors import CheckpointCorrupt, FlowerGeoError, ResumeMismatch
 from flower_geo.messages import Request
-from flower_geo.observe import MetricsLog, write_report
+from flower_geo.observe import MetricsLog
 from flower_geo.resilience import (
     BackgroundWriter,
     Checkpoint,
@@ -30,7 +30,6 @@ from flower_geo.resilience import (
     StallWatch,
 )
 from flower_geo.strategies.balance import Balance
-from flower_geo.strategies.comparison import card_rows, figures_named
 from flower_geo.strategies.figures import Figures
 from flower_geo.strategies.links import Links, TimedExchange
 from flower_geo.strategies.policy import policy_of
@@ -77,6 +76,7 @@ class RunSession:
             self.emit, self.model.check, terms.part,
         )  # fmt: skip
         self.broadcaster: Broadcaster
+        self._kept: dict[str, Tensor] = {}
         self.links = Links(config, {})
         self.balance = Balance(config)
         self.watch = StallWatch(STALLED_AFTER, self.exchange.tell)
@@ -84,7 +84,7 @@ class RunSession:
         self.done = 0
         self.tally = Tally()
         self.figures = Figures(self.emit, self.membership, config.rounds)
-        self._started = time.monotonic()
+        self.started = time.monotonic()
 
     @classmethod
     def open(cls, config: CommonConfig, terms: Terms, grid: Grid) -> RunSession:
@@ -106,6 +106,16 @@ class RunSession:
         finally:
             self.log.close()
             self.folder.close()
+
+    @property
+    def master(self) -> dict[str, Tensor]:
+        """The whole newest model: what sites are sent, and what stays with the coordinator."""
+        return self.broadcaster.master | self._kept if self._kept else self.broadcaster.master
+
+    def _parted(self, model: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What of a model is sent, and what is not."""
+        kept = {name: tensor for name, tensor in model.items() if self.terms.kept(name)}
+        return {name: t for name, t in model.items() if name not in kept}, kept
 
     def emit(self, event: str, /, **values: Any) -> None:
         """Write one event to the metrics log."""
@@ -133,7 +143,7 @@ class RunSession:
                     f"checkpoints can be read ({self.folder.checkpoints.folder}); restore one, "
                     "or choose another run-name"
                 )
-            initial = unpack(initial_arrays)
+            initial, self._kept = self._parted(unpack(initial_arrays))
             self.links = Links(self.config, _shapes(initial))
             self.broadcaster = Broadcaster(
                 self.links.down(0), initial, window=WINDOW, own=True, growing=self.terms.growing
@@ -153,7 +163,7 @@ class RunSession:
             "start", run=self.config.run_name, incarnation=self.folder.incarnation,
             strategy=self.terms.name, rounds=self.config.rounds,
             resumed_from=self.done if found is not None else None, model=self.config.model,
-            parameters=sum(t.numel() for t in self.broadcaster.master.values()),
+            parameters=sum(t.numel() for t in self.master.values()),
             inner_steps=self.config.inner_steps, codec_up=self.config.codec_up,
             codec_down=self.config.codec_down, seq_len=self.config.seq_len,
             batch_size=self.config.batch_size * self.config.grad_accum,
@@ -162,7 +172,7 @@ class RunSession:
     def _resume(
         self, found: Checkpoint, load_outer: Callable[[Mapping[str, Tensor]], None]
     ) -> None:
-        master, state = found.tensors["master"], found.state
+        (master, self._kept), state = self._parted(found.tensors["master"]), found.state
         self.links = Links(self.config, _shapes(master), state.get("links"))
         self.broadcaster = Broadcaster.restore(
             self.links.down(found.round), master, found.tensors["shadow"],
@@ -177,7 +187,7 @@ class RunSession:
         if self.folder.journal.last_round() < self.done:
             # The crash came between the rename and the journal's line.
             self.folder.journal.append(state["journal"])
-        self.writer.submit(lambda: self._measure(self.done, master))
+        self.writer.submit(lambda whole=self.master: self.measure(self.done, whole))  # type: ignore[misc]
 
     def _check_schema(self, master: Mapping[str, Tensor], initial: ArrayRecord) -> None:
         given = {name: tuple(array.shape) for name, array in initial.items()}
@@ -196,7 +206,8 @@ class RunSession:
 
     # -- requests -------------------------------------------------------------
 
-    def _request(self, record: SiteRecord | None, **values: Any) -> Request:
+    def request(self, record: SiteRecord | None, **values: Any) -> Request:
+        """A request to a site, or (None) a greeting, with what all of them have in common."""
         seen = self.balance.config_for(record, self.links.config_for(record, self.done + 1))
         public = seen.public()
         config = {key: public[key] for key in sorted(self.config.training_keys | {"rounds"})}
@@ -216,11 +227,11 @@ class RunSession:
         return Request(**(common | values))
 
     def _hello(self) -> Request:
-        return self._request(None)
+        return self.request(None)
 
     def _train_request(self, record: SiteRecord, attempt: int) -> Request:
         round, steps = self.done + 1, self.balance.steps(record.name)
-        return self._request(
+        return self.request(
             record, round=round, attempt=attempt, position=float((round - 1) * steps),
             span=float(steps), evaluate=self._due(self.done),
         )  # fmt: skip
@@ -262,7 +273,7 @@ class RunSession:
     ) -> dict[str, Tensor]:
         """Make the next model from the round's replies."""
         began = time.monotonic()
-        master = self.broadcaster.carried(self.config.downlink_decay)
+        master = {**self.broadcaster.carried(self.config.downlink_decay), **self._kept}
         following = next_model(master, self.broadcaster.shadow, outcome.replies)
         self.figures.seconds_fold = time.monotonic() - began
         return following
@@ -276,7 +287,8 @@ class RunSession:
         self.writer.wait()
         seconds_commit = time.monotonic() - waited
         self.links.settle(outcome, lambda: self.membership.online(self.exchange.nodes()))
-        self.broadcaster.advance(following, codec=self.links.down(self.done + 1), own=True)
+        sent, self._kept = self._parted(following)
+        self.broadcaster.advance(sent, codec=self.links.down(self.done + 1), own=True)
         self.done += 1
         self.tally.add(outcome)
         self.balance.settle(outcome, self.done)
@@ -301,9 +313,8 @@ class RunSession:
 
     def _master_hash(self) -> str:
         """Content hash of the master; under a lossless codec it is the shadow, hashed already."""
-        master = self.broadcaster.master
-        same = self.broadcaster.shadow is master
-        return self.broadcaster.hash if same else content_hash(master)
+        same = self.broadcaster.shadow is self.broadcaster.master and not self._kept
+        return self.broadcaster.hash if same else content_hash(self.master)
 
     def _write(
         self,
@@ -318,7 +329,7 @@ class RunSession:
         """
         deltas, broadcast = self.broadcaster.state()
         tensors = {
-            "master": self.broadcaster.master, "shadow": self.broadcaster.shadow,
+            "master": self.master, "shadow": self.broadcaster.shadow,
             "outer": outer, "deltas": deltas,
         }  # fmt: skip
         state = {
@@ -327,8 +338,7 @@ class RunSession:
             "links": self.links.state(), "balance": self.balance.state(),
             "tally": self.tally.state(),
         }  # fmt: skip
-        facts = self._facts()
-        master = self.broadcaster.master
+        facts, master = self.facts(), self.master
 
         def work() -> None:
             self.folder.checkpoints.save(round, tensors, state)
@@ -336,65 +346,18 @@ class RunSession:
             then()
             if round:
                 self.model.export(master, self.folder.path / "model", facts)
-            self._measure(round, master)
+            self.measure(round, master)
 
         self.writer.submit(work)
 
-    def _measure(self, version: int, master: Mapping[str, Tensor]) -> None:
+    def measure(self, version: int, master: Mapping[str, Tensor]) -> None:
         """Evaluate on the coordinator's own set, where it has one."""
         if self._due(version) and (found := self.model.measure(master)):
             self.figures.server(version, found)
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
+        """What a model card says of the run so far."""
         return {"rounds": f"{self.done} of {self.config.rounds}"} | self.tally.facts()
-
-    # -- end ------------------------------------------------------------------
-
-    def finish(self) -> None:
-        """Evaluate the final model, export it, and write the report."""
-        measured = self.engine.evaluate(
-            self.done, lambda record: self._request(record, round=self.done, evaluate=True)
-        )
-        self.figures.losses(self.done, measured)
-        self.writer.wait()
-        master, folder = self.broadcaster.master, self.folder.path / "model"
-        server = self._server_columns(master)
-        whole = self.figures.comparison(self.done, measured, server)
-        if not folder.exists():
-            self.model.export(master, folder, self._facts())
-        self.model.describe(folder, self._facts() | card_rows(whole, server))
-        self._end("completed", "", sample=self.model.sample(master))
-
-    def _server_columns(self, master: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Base and finished model on the coordinator's own set; empty where it has none."""
-        version, last = self.figures.served
-        if version != self.done:
-            if not (last := self.model.measure(master)):
-                return {}
-            self.figures.server(self.done, last)
-        first = self.model.measure(self.model.weights())
-        return {"base": figures_named(first), "federated": figures_named(last)}
-
-    def fail(self, reason: str) -> None:
-        """Say why the run ends; what was committed stays."""
-        try:
-            self.writer.wait()
-        except FlowerGeoError as error:
-            logger.error("the newest commit could not be written: %s", error)
-        logger.error("flower-geo: %s", reason)
-        try:
-            self._end("failed", " ".join(reason.split()))
-        except FlowerGeoError as error:
-            # On a full disk the log cannot take the end either; the reason stands above.
-            logger.error("the end of the run could not be written down: %s", error)
-
-    def _end(self, status: str, reason: str, sample: str = "") -> None:
-        self.emit(
-            "end", status=status, reason=reason, rounds=self.done,
-            seconds=time.monotonic() - self._started, sample=sample,
-            model_dir=str(self.folder.path / "model"), run_dir=str(self.folder.path),
-        )  # fmt: skip
-        write_report(self.folder.path)
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

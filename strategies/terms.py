@@ -21,6 +21,7 @@ class Terms:
         model: makes, checks and exports the model.
         part: what of a base a reply is an update of.
         growing: names of the model's tensors that may come and go.
+        kept: names of those that stay with the coordinator and are never sent.
         convene: told the round, the try and the sites to be asked, before any is asked.
         stream: what a site's request in a round carries for a stream of its own.
     """
@@ -29,5 +30,6 @@ class Terms:
     model: RunModel
     part: Part = whole_base
     growing: Growing = none_grows
+    kept: Callable[[str], bool] = lambda name: False
     convene: Callable[[int, int, Sequence[str]], None] = lambda round, attempt, sites: None
     stream: Callable[[int, str], str] = lambda round, site: ""
