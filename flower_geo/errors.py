@@ -19,6 +19,13 @@
     │   ├── SuperLinkLost      the SuperLink was away longer than a round may take
     │   ├── ReplyRefused       one site's reply failed screening
     │   └── FactorError        LoRA factors that cannot be aggregated
+    ├── SplitError             the stream between the halves of a split model
+    │   ├── HandshakeRefused   the two ends do not agree on what they are to do
+    │   ├── TokenRefused       a site's token is wrong, of another round, or too old
+    │   ├── FrameRefused       what was sent breaks the protocol or its bounds
+    │   ├── SessionLost        the cloud no longer knows the session: join anew
+    │   ├── DeadlineExceeded   no connection, or no answer, in the time allowed
+    │   └── CallFailed         the cloud could not carry a call out
     └── RunFailed              a submitted run ended without completing
 
 A message is one line: what was wrong, where, and how to mend it.  Command-line
@@ -28,15 +35,22 @@ only for exceptions outside this tree.
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal, TypeAlias
+
 __all__ = [
+    "CallFailed",
     "CheckpointCorrupt",
     "CodecError",
     "CodecSpecError",
     "ConfigError",
     "CorruptPayload",
     "DataError",
+    "DeadlineExceeded",
     "FactorError",
+    "Fault",
     "FlowerGeoError",
+    "FrameRefused",
+    "HandshakeRefused",
     "ModelError",
     "NonFiniteTensor",
     "NotEnoughSites",
@@ -44,9 +58,12 @@ __all__ = [
     "ResumeMismatch",
     "RoundError",
     "RunFailed",
+    "SessionLost",
+    "SplitError",
     "StateError",
     "StateLocked",
     "SuperLinkLost",
+    "TokenRefused",
     "TrainingError",
     "WorkerFailed",
 ]
@@ -134,6 +151,78 @@ class FactorError(RoundError, ValueError):
     def __init__(self, message: str, site: int | None = None) -> None:
         super().__init__(message)
         self.site = site
+
+
+Fault: TypeAlias = Literal["site", "cloud", "network"]
+
+
+class SplitError(FlowerGeoError):
+    """Something went wrong on the stream between the halves of a split model.
+
+    Attributes:
+        retry: the same again may succeed.
+        fault: where the cause lies: ``site``, ``cloud`` or ``network``.
+    """
+
+    retry_by_default: ClassVar[bool] = False
+    fault_by_default: ClassVar[Fault] = "cloud"
+
+    def __init__(
+        self, message: str, *, retry: bool | None = None, fault: Fault | None = None
+    ) -> None:
+        super().__init__(message)
+        self.retry = self.retry_by_default if retry is None else retry
+        self.fault: Fault = fault or self.fault_by_default
+
+
+class HandshakeRefused(SplitError):
+    """A site may not join: what it would train is not what the cloud trains.
+
+    Attributes:
+        terms: names of the terms that differ, sorted.
+    """
+
+    fault_by_default = "site"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        terms: tuple[str, ...] = (),
+        retry: bool | None = None,
+        fault: Fault | None = None,
+    ) -> None:
+        super().__init__(message, retry=retry, fault=fault)
+        self.terms = terms
+
+
+class TokenRefused(SplitError):
+    """A site's token is wrong, of another run, site or round, or too old."""
+
+    fault_by_default = "site"
+
+
+class FrameRefused(SplitError):
+    """A call, an answer or a frame breaks the protocol, or is larger than agreed."""
+
+    fault_by_default = "site"
+
+
+class SessionLost(SplitError):
+    """The cloud no longer has the session: join anew and go on from where it says."""
+
+    retry_by_default = True
+
+
+class DeadlineExceeded(SplitError):
+    """No connection, or no answer, within the time allowed."""
+
+    retry_by_default = True
+    fault_by_default = "network"
+
+
+class CallFailed(SplitError):
+    """The cloud took a call and could not carry it out."""
 
 
 class RunFailed(FlowerGeoError):
