@@ -10,7 +10,8 @@ the first label of a row never counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,16 @@ from torch.nn import functional
 from flower_geo.data.instructions import IGNORED
 from flower_geo.errors import DataError
 
-__all__ = ["IGNORED", "Batch", "Counted", "counted", "counted_logits", "model_inputs"]
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Counted",
+    "counted",
+    "counted_logits",
+    "head_sees",
+    "model_inputs",
+    "picked",
+]
 
 Batch = Tensor | Mapping[str, Tensor]
 
@@ -94,19 +104,37 @@ def counted_logits(
     """
     inputs = model_inputs(batch, device)
     shape, where = inputs["input_ids"].shape, places.where.to(device, non_blocking=True)
+    with head_sees(model, shape, where):
+        logits = model(**inputs, use_cache=False).logits
+    return picked(logits, shape, where), places.targets.to(device, non_blocking=True)
+
+
+@contextmanager
+def head_sees(model: nn.Module, shape: Sequence[int], where: Tensor) -> Iterator[None]:
+    """Let the output head see some positions only, picked out on the way into it.
+
+    Args:
+        model: one with ``get_output_embeddings``; any other stays as it is.
+        shape: (batch, n) of the forward.
+        where: ``LongTensor[m]``, index into the flattened positions, on the model's device.
+    """
 
     def pick(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not arguments or arguments[0].shape[:2] != shape:
+        if not arguments or arguments[0].shape[:2] != torch.Size(shape):
             return None
         return (arguments[0].flatten(0, 1).index_select(0, where)[None], *arguments[1:])
 
     head = getattr(model, "get_output_embeddings", lambda: None)()
     hook = head.register_forward_pre_hook(pick) if isinstance(head, nn.Module) else None
     try:
-        logits = model(**inputs, use_cache=False).logits
+        yield
     finally:
         if hook is not None:
             hook.remove()
-    if logits.shape[:2] == shape:  # the model has no head of its own to hook into
+
+
+def picked(logits: Tensor, shape: Sequence[int], where: Tensor) -> Tensor:
+    """Logits ``[m, vocab]`` (fp32) of what a model gave under :func:`head_sees`."""
+    if logits.shape[:2] == torch.Size(shape):  # the model has no head of its own to hook into
         logits = logits.flatten(0, 1).index_select(0, where)[None]
-    return logits[0].float(), places.targets.to(device, non_blocking=True)
+    return logits[0].float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,14 @@ from flower_geo.evaluation.batch import IGNORED, counted, counted_logits
 from flower_geo.evaluation.precision import Precision, autocast, device_of
 from flower_geo.evaluation.text import evaluating
 
-__all__ = ["Example", "Examples", "InstructionResult", "evaluate_instructions", "exact_match"]
+__all__ = [
+    "Example",
+    "Examples",
+    "InstructionResult",
+    "evaluate_instructions",
+    "exact_match",
+    "held_out_batches",
+]
 
 
 class Example(Protocol):
@@ -91,19 +98,12 @@ def evaluate_instructions(
     Raises:
         DataError: there is no example, or none with a label that counts.
     """
-    counts = [int((examples[i].labels[1:] != IGNORED).sum()) for i in range(len(examples))]
-    useful = [index for index, count in enumerate(counts) if count]
-    if not useful:
-        raise DataError("no held-out answer to evaluate on; give more examples or a longer seq-len")
-    chosen = _spread(useful, sum(counts), max_tokens)
-    chosen.sort(key=lambda index: examples[index].labels.numel())
     device = device_of(model)
     total = torch.zeros((), dtype=torch.float64, device=device)
     correct = torch.zeros((), dtype=torch.long, device=device)
     tokens = 0
     with evaluating(model):
-        for begin in range(0, len(chosen), batch_size):
-            batch = collate([examples[index] for index in chosen[begin : begin + batch_size]])
+        for batch in held_out_batches(examples, collate, batch_size, max_tokens):
             places = counted(batch)
             with autocast(precision, device):
                 logits, targets = counted_logits(model, batch, places, device)
@@ -112,6 +112,23 @@ def evaluate_instructions(
             correct += (logits.argmax(dim=-1) == targets).sum()
             tokens += len(places)
     return InstructionResult(float(total), tokens, int(correct))
+
+
+def held_out_batches(
+    examples: Examples,
+    collate: Callable[[list[Any]], Mapping[str, Tensor]],
+    batch_size: int,
+    max_tokens: int | None = None,
+) -> Iterator[Mapping[str, Tensor]]:
+    """The batches that :func:`evaluate_instructions` looks at; arguments and errors are its."""
+    counts = [int((examples[i].labels[1:] != IGNORED).sum()) for i in range(len(examples))]
+    useful = [index for index, count in enumerate(counts) if count]
+    if not useful:
+        raise DataError("no held-out answer to evaluate on; give more examples or a longer seq-len")
+    chosen = _spread(useful, sum(counts), max_tokens)
+    chosen.sort(key=lambda index: examples[index].labels.numel())
+    for begin in range(0, len(chosen), batch_size):
+        yield collate([examples[index] for index in chosen[begin : begin + batch_size]])
 
 
 @torch.no_grad()

@@ -18,19 +18,27 @@ from torch.nn import functional
 from flower_geo.errors import TrainingError
 from flower_geo.evaluation.batch import Batch, counted, counted_logits
 from flower_geo.evaluation.precision import autocast, device_of
-from flower_geo.training.optimizer import build_optimizer, flat_state, load_flat_state
+from flower_geo.training.optimizer import adopted, flat_state, load_flat_state
 from flower_geo.training.proximal import START, RoundStart
 from flower_geo.training.rounds import Round, is_over
 from flower_geo.training.schedule import InnerConfig, learning_rate
 from flower_geo.training.tally import DeviceTally, HostTally, InnerResult, RoundSoFar, Tally
 
-__all__ = ["InnerLoop"]
+__all__ = ["InnerLoop", "not_finite"]
 
 _CPU_RNG = "rng/cpu"
 _CUDA_RNG = "rng/cuda"
 
 #: Steps between two looks at a device that works behind the host's back.
 LOOK_EVERY = 16
+
+
+def not_finite(step: int, loss: float) -> TrainingError:
+    """The error for a step (from 0) that is not taken."""
+    return TrainingError(
+        f"the loss or its gradient is not finite at local step {step + 1} "
+        f"(loss {loss}); lower inner-lr, lengthen warmup-steps or look at the data"
+    )
 
 
 class InnerLoop:
@@ -61,8 +69,7 @@ class InnerLoop:
         # A GPU runs behind the host; asking it for a number every step would
         # stop that.  There the optimizer itself skips a step that is not finite.
         self._deferred = self._fused
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._optimizer = self._adopt()
+        self._parameters, self._optimizer = adopted(model, config, {}, None, fused=self._fused)
         self._rng = self._live_rng()
         self._running = False
         self._round: Round | None = None
@@ -173,21 +180,10 @@ class InnerLoop:
 
     def _adopt(self, also: Collection[str] = ()) -> torch.optim.Optimizer:
         """The optimizer over all that is, was or is said to be trained; state goes along."""
-        found = {
-            name: parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad or name in self._parameters or name in also
-        }
-        if not any(parameter.requires_grad for parameter in found.values()):
-            raise TrainingError("the model has no trainable parameter; unfreeze some of it")
-        known = self._parameters
-        if found.keys() == known.keys() and all(found[name] is known[name] for name in found):
-            return self._optimizer
-        optimizer = build_optimizer(found, self.config, fused=self._fused)
-        for name in found.keys() & known.keys():
-            if known[name] in self._optimizer.state:
-                optimizer.state[found[name]] = self._optimizer.state[known[name]]
-        self._parameters = found
+        self._parameters, optimizer = adopted(
+            self.model, self.config, self._parameters, self._optimizer,
+            fused=self._fused, also=also,
+        )  # fmt: skip
         return optimizer
 
     def _take(self, this: Round) -> None:
@@ -266,10 +262,7 @@ class InnerLoop:
             return
         step, loss = bad
         self._optimizer.zero_grad(set_to_none=True)
-        raise TrainingError(
-            f"the loss or its gradient is not finite at local step {step + 1} "
-            f"(loss {loss}); lower inner-lr, lengthen warmup-steps or look at the data"
-        )
+        raise not_finite(step, loss)
 
     def _settle(self) -> None:
         if self._deferred and self._device.type == "cuda":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flower_geo.errors import TrainingError
 from flower_geo.training.schedule import InnerConfig
 
-__all__ = ["build_optimizer", "decays", "flat_state", "load_flat_state"]
+__all__ = ["adopted", "build_optimizer", "decays", "flat_state", "load_flat_state"]
 
 #: AdamW's state of one parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -47,6 +47,45 @@ def build_optimizer(
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None
     )
+
+
+def adopted(
+    model: nn.Module,
+    config: InnerConfig,
+    known: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    fused: bool,
+    also: Collection[str] = (),
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """The optimizer over all that is, was or is said to be trained; state goes along.
+
+    Args:
+        model: whose parameters require a gradient where they are trained now.
+        config: of the inner loop.
+        known: what ``optimizer`` was built over; empty with None.
+        optimizer: the one so far.
+        fused: see ``build_optimizer``.
+        also: names of idle parameters to take in.
+
+    Raises:
+        TrainingError: nothing is trained.
+    """
+    found = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or name in known or name in also
+    }
+    if not any(parameter.requires_grad for parameter in found.values()):
+        raise TrainingError("the model has no trainable parameter; unfreeze some of it")
+    same = found.keys() == known.keys() and all(found[name] is known[name] for name in found)
+    if optimizer is not None and same:
+        return dict(known), optimizer
+    fresh = build_optimizer(found, config, fused=fused)
+    for name in found.keys() & known.keys():
+        if optimizer is not None and known[name] in optimizer.state:
+            fresh.state[found[name]] = optimizer.state[known[name]]
+    return found, fresh
 
 
 def flat_state(

@@ -11,6 +11,7 @@ from flower_geo.errors import TrainingError
 from flower_geo.models import load_state, snapshot
 from flower_geo.training import InnerConfig, InnerLoop, learning_rate
 from flower_geo.training import loop as loop_module
+from flower_geo.training import optimizer as optimizer_module
 from flower_geo.training.optimizer import build_optimizer
 from tests.training.conftest import batches, equal, small, weights, with_dropout
 
@@ -334,9 +335,8 @@ def test_a_step_that_is_not_finite_is_not_taken(
     config = InnerConfig(lr=1e-3, optimizer=optimizer, total_steps=20)
     if deferred:
         # As on a GPU: the optimizer skips the step, the host hears of it later.
-        monkeypatch.setattr(
-            loop_module, "build_optimizer", lambda p, c, fused: build_optimizer(p, c, fused=True)
-        )
+        as_there: Any = lambda p, c, fused: build_optimizer(p, c, fused=True)  # noqa: E731
+        monkeypatch.setattr(optimizer_module, "build_optimizer", as_there)
 
     def looped(model: nn.Module) -> InnerLoop:
         loop = InnerLoop(model, config)
