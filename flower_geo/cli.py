@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from flower_geo.cli_split import leak_check, plan_split
 from flower_geo.errors import ConfigError, FlowerGeoError
 
 __all__ = ["main"]
@@ -31,6 +32,8 @@ cluster = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(cluster, name="cluster")
+app.command("leak-check")(leak_check)
+app.command("plan-split")(plan_split)
 
 Name = Annotated[str, typer.Option(help="Name of the cluster and of its connection.")]
 
@@ -257,6 +260,7 @@ def codec(
     from flower_geo.compression import codec as read_codec
     from flower_geo.compression.measure import DEFAULT_SPECS, measure_file, total
     from flower_geo.errors import CodecSpecError
+    from flower_geo.launch.tables import print_table
 
     try:
         codecs = [read_codec(text) for text in spec or DEFAULT_SPECS]
@@ -272,7 +276,7 @@ def codec(
     title = (
         f"{sum_.values:,} values in {len(measured):,} tensors, {4e-6 * sum_.values:,.2f} MB fp32"
     )
-    _print_table(
+    print_table(
         title + (f", {sum_.spec}" if len(codecs) == 1 else ""),
         ("tensor" if len(codecs) == 1 else "codec", "ratio", "bits/value", "rel. L2", "worst",
          "enc MB/s", "dec MB/s"),
@@ -282,32 +286,6 @@ def codec(
             for name, m in rows
         ],
     )  # fmt: skip
-
-
-def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal; elsewhere whole lines in columns, whatever their width."""
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
-    if console.is_terminal:
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-        table.add_column(heads[0], overflow="fold")
-        for head in heads[1:]:
-            table.add_column(head, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(escape(cell) for cell in row))
-        console.print(table)
-        return
-    lines = [heads, *rows]
-    widths = [max(len(line[number]) for line in lines) for number in range(len(heads))]
-    print(title)
-    for line in lines:
-        first, *others = (cell.ljust(widths[0]) if not n else cell.rjust(widths[n])
-                          for n, cell in enumerate(line))  # fmt: skip
-        print("  ".join([first, *others]))
 
 
 @app.command()

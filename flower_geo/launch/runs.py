@@ -16,7 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from flower_geo.config import AppSettings, CommonConfig, load_app, nearest, parse_overrides
+from flower_geo.config import (
+    AppSettings,
+    CommonConfig,
+    SplitConfig,
+    load_app,
+    nearest,
+    parse_overrides,
+)
 from flower_geo.errors import (
     CodecSpecError,
     ConfigError,
@@ -119,6 +126,9 @@ def plan(options: RunOptions) -> RunPlan:
         )
     sites = options.sites or int(federation_config.get("num-supernodes", _DEFAULT_SITES))
     config, overrides = settings.config, dict(settings.overrides)
+    if cli is None and isinstance(config, SplitConfig):
+        # Sites wait for each other in the stream: all are at work at once, on few CPUs too.
+        federation_config = {"init-args-num-cpus": sites} | federation_config
     if cli is None and config.min_sites > sites:
         raise ConfigError(
             f"min-sites={config.min_sites} cannot be met by {sites} simulated sites; "
