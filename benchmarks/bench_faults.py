@@ -9,9 +9,10 @@ Three parts, each a run of ``flower-geo run`` as people start it:
 * a round's time outside training: a site with a warm worker beside one that trains in
   the ClientApp's own process, in one run.
 
-    python -m benchmarks.bench_faults           # about twelve minutes on two cores
+    python -m benchmarks.bench_faults           # about eighteen minutes on two cores
     python -m benchmarks.bench_faults --quick   # four, to see that it works
     python -m benchmarks.bench_faults --outside # the last part anew, beside the others as known
+    python -m benchmarks.bench_faults --dying   # the second part anew, about fourteen minutes
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -36,7 +38,9 @@ SETTINGS: dict[str, Any] = {
     "sample-tokens": 0, "warmup-steps": 10, "wait-for-sites": 240.0,
 }  # fmt: skip
 #: As somebody with four sites may set it: nobody is left out, a dead one is waited for.
-PATIENT: dict[str, Any] = {"quorum": "all", "deadline": 600.0, "max-staleness": 2, "min-sites": 2}
+PATIENT: dict[str, Any] = {
+    "quorum": "all", "deadline": 600.0, "max-staleness": 2, "min-sites": 2, "snapshot-steps": 20,
+}  # fmt: skip
 EVAL_TOKENS = 32_768
 
 LOAD = """
@@ -72,8 +76,8 @@ class Sizes:
     kill_rounds: int = 4
     kill_steps: int = 120
     snapshot_steps: int = 25
-    dying_rounds: int = 4
-    dying_steps: int = 140
+    dying_rounds: int = 3
+    dying_steps: int = 360
     warm_rounds: int = 6
     warm_steps: int = 20
 
@@ -251,18 +255,11 @@ def main(quick: bool = False) -> dict[str, Any]:
     print("outside training", warm, flush=True)
     kills, load = worker_kills(sizes), load_seconds()
     print("worker kills", kills, load, flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        calm = four_sites(sizes, Path(folder) / "calm", dying=False)
-        print("undisturbed", calm, flush=True)
-        dying = four_sites(sizes, Path(folder) / "dying", dying=True)
-        print("a site dies in each round", dying, flush=True)
     figures = {
         "steps_lost": [kill.step - kill.after for kill in kills],
         "snapshot_steps": sizes.snapshot_steps, "seconds_to_go_on": [k.seconds for k in kills],
         "seconds_loading": [kill.loading for kill in kills], "seconds_load_apart": load,
-        "calm": calm, "dying": dying, "outside": warm,
-        "wall_ratio": dying["seconds"] / calm["seconds"],
-        "loss_difference": dying["loss"] / calm["loss"] - 1, "quick": quick,
+        "outside": warm, **with_deaths(sizes), "quick": quick,
         "minutes": (time.monotonic() - began) / 60,
     }  # fmt: skip
     name = "faults-quick" if quick else "faults"  # a trial does not take the figures' place
@@ -270,11 +267,24 @@ def main(quick: bool = False) -> dict[str, Any]:
     return figures
 
 
-def outside_again() -> None:
-    """Measure the time outside training anew, beside what is known of the rest."""
+def again(part: Callable[[Sizes], dict[str, Any]]) -> None:
+    """Measure one part anew, beside what is known of the rest."""
     sizes, path = Sizes(), output_folder() / "faults.json"
-    figures = json.loads(path.read_text())["figures"] | {"outside": outside_training(sizes)}
+    figures = json.loads(path.read_text())["figures"] | part(sizes)
     publish("faults", "What faults cost", _text(figures, sizes), figures)
+
+
+def with_deaths(sizes: Sizes) -> dict[str, Any]:
+    """The four sites undisturbed and dying, one run after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        calm = four_sites(sizes, Path(folder) / "calm", dying=False)
+        print("undisturbed", calm, flush=True)
+        dying = four_sites(sizes, Path(folder) / "dying", dying=True)
+        print("a site dies in each round", dying, flush=True)
+    return {
+        "calm": calm, "dying": dying, "wall_ratio": dying["seconds"] / calm["seconds"],
+        "loss_difference": dying["loss"] / calm["loss"] - 1,
+    }  # fmt: skip
 
 
 def _text(figures: dict[str, Any], sizes: Sizes) -> str:
@@ -325,4 +335,9 @@ def _text(figures: dict[str, Any], sizes: Sizes) -> str:
 
 
 if __name__ == "__main__":
-    outside_again() if "--outside" in sys.argv else main("--quick" in sys.argv)
+    if "--outside" in sys.argv:
+        again(lambda sizes: {"outside": outside_training(sizes)})
+    elif "--dying" in sys.argv:
+        again(with_deaths)
+    else:
+        main("--quick" in sys.argv)

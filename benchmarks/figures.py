@@ -49,6 +49,9 @@ def publish(name: str, title: str, text: str, figures: Any) -> None:
 class Kept:
     """Results on disk, so that an interrupted benchmark goes on.
 
+    Results that no clock is part of may also lie in ``benchmarks/results``, where they
+    are kept with the code.
+
     Args:
         name: of the file.
         resume: use what an earlier call has measured.
@@ -56,8 +59,10 @@ class Kept:
 
     def __init__(self, name: str, resume: bool) -> None:
         self.path = output_folder() / f"{name}.json"
-        known = resume and self.path.exists()
-        self.results: dict[str, Any] = json.loads(self.path.read_text()) if known else {}
+        self.results: dict[str, Any] = {}
+        for path in (REPO / "benchmarks" / "results" / self.path.name, self.path):
+            if resume and path.exists():
+                self.results |= json.loads(path.read_text())
         self.lock = Lock()
 
     def get(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -159,6 +159,7 @@ class RunSession:
                     f"written by another version of flower-geo ({type(error).__name__}: {error}); "
                     "resume with that version or choose another run-name"
                 ) from error
+        self.terms.hold(self.folder, self._kept)
         self.emit(
             "start", run=self.config.run_name, incarnation=self.folder.incarnation,
             strategy=self.terms.name, rounds=self.config.rounds,
@@ -289,6 +290,7 @@ class RunSession:
         self.links.settle(outcome, lambda: self.membership.online(self.exchange.nodes()))
         sent, self._kept = self._parted(following)
         self.broadcaster.advance(sent, codec=self.links.down(self.done + 1), own=True)
+        self.terms.hold(self.folder, self._kept)
         self.done += 1
         self.tally.add(outcome)
         self.balance.settle(outcome, self.done)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from flower_geo.compression import Growing, none_grows
-from flower_geo.resilience import Part, whole_base
+from flower_geo.resilience import Part, RunFolder, whole_base
 from flower_geo.strategies.model import RunModel
 
 __all__ = ["Terms"]
@@ -22,6 +24,8 @@ class Terms:
         part: what of a base a reply is an update of.
         growing: names of the model's tensors that may come and go.
         kept: names of those that stay with the coordinator and are never sent.
+        hold: told where the run lives and what stays with the coordinator, when the run
+            begins or goes on, and after each commit.
         convene: told the round, the try and the sites to be asked, before any is asked.
         stream: what a site's request in a round carries for a stream of its own.
     """
@@ -31,5 +35,6 @@ class Terms:
     part: Part = whole_base
     growing: Growing = none_grows
     kept: Callable[[str], bool] = lambda name: False
+    hold: Callable[[RunFolder, Mapping[str, Tensor]], None] = lambda folder, kept: None
     convene: Callable[[int, int, Sequence[str]], None] = lambda round, attempt, sites: None
     stream: Callable[[int, str], str] = lambda round, site: ""

@@ -17,7 +17,9 @@ from flower_geo.config import FIXED_KEYS, CommonConfig, kebab, load_app
 REPO = Path(__file__).resolve().parents[1]
 README = REPO / "README.md"
 #: Marks around the table of each app.
-TABLES = {"diloco": "configuration", "fedavg_lora": "adapters"}
+TABLES = {"diloco": "configuration", "fedavg_lora": "adapters", "split": "split"}
+#: The app whose table an app's own is beside.
+BESIDE = {"fedavg_lora": "diloco", "split": "fedavg_lora"}
 
 #: Limits no one meets by accident are left out.
 SHOWN = 100_000
@@ -62,25 +64,37 @@ LORA_GROUPS = {
     "Figures and output": ("exact_match", "local_baseline", "server_data", "merge"),
 }  # fmt: skip
 
+SPLIT_GROUPS = {
+    "The cut": ("mode", "cut_bottom", "cut_top", "align_every"),
+    "The stream": (
+        "in_flight", "codec_activations", "codec_gradients", "delta_coding", "activation_noise",
+        "stream_host", "stream_bind", "stream_port", "stream_certificate", "stream_key",
+        "stream_deadline",
+    ),
+}  # fmt: skip
+
+OWN_GROUPS = {"fedavg_lora": LORA_GROUPS, "split": SPLIT_GROUPS}
+
 
 def own_table(app: str) -> str:
-    """The keys that an app has beyond ``apps/diloco``, and the ones it presets otherwise.
+    """The keys that an app has beyond the one it builds on, and the ones it presets otherwise.
 
     Raises:
         ValueError: a key is in no group.
     """
-    config, plain = load_app(REPO / "apps" / app).config, load_app(REPO / "apps/diloco").config
+    config, groups = load_app(REPO / "apps" / app).config, OWN_GROUPS[app]
+    plain = load_app(REPO / "apps" / BESIDE[app]).config
     common = set(type(config).model_fields) & set(type(plain).model_fields)
-    listed = [name for names in LORA_GROUPS.values() for name in names]
+    listed = [name for names in groups.values() for name in names]
     if set(listed) != set(type(config).model_fields) - common:
         odd = set(listed) ^ (set(type(config).model_fields) - common)
-        raise ValueError(f"LORA_GROUPS and the configuration differ in {odd}")
+        raise ValueError(f"the groups of {app} and its configuration differ in {odd}")
     other = [
         name
         for name in type(plain).model_fields
         if name in common and getattr(config, name) != getattr(plain, name)
     ]
-    return _rows(config, {**LORA_GROUPS, "Other defaults": tuple(other)})
+    return _rows(config, {**groups, "Other defaults": tuple(other)})
 
 
 def table(app: str = "diloco") -> str:

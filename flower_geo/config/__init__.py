@@ -15,6 +15,7 @@ from flower_geo.config.keys import (
 from flower_geo.config.lora import FedAvgLoRAConfig, names_of, numbers_of
 from flower_geo.config.names import check_name, kebab, nearest
 from flower_geo.config.read import AppSettings, load_app, parse, parse_overrides
+from flower_geo.config.split import SplitConfig
 from flower_geo.config.strategies import STRATEGIES, config_for
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "CommonConfig",
     "DiLoCoConfig",
     "FedAvgLoRAConfig",
+    "SplitConfig",
     "check_name",
     "config_for",
     "kebab",

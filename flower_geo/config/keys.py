@@ -280,7 +280,7 @@ FIXED_KEYS = frozenset(
     {
         "model", "tokenizer", "data", "seq-len", "seed", "strategy", "error-feedback", "codec-down",
         "aggregation", "rank", "alpha", "rslora", "target-modules", "rank-pattern",
-        "alpha-pattern", "modules-to-save", "personal",
+        "alpha-pattern", "modules-to-save", "personal", "mode", "cut-bottom", "cut-top",
     }
 )  # fmt: skip
 

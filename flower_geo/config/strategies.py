@@ -5,6 +5,7 @@ from __future__ import annotations
 from flower_geo.config.keys import CommonConfig, DiLoCoConfig
 from flower_geo.config.lora import FedAvgLoRAConfig
 from flower_geo.config.names import nearest
+from flower_geo.config.split import SplitConfig
 from flower_geo.errors import ConfigError
 
 __all__ = ["STRATEGIES", "config_for"]
@@ -12,6 +13,7 @@ __all__ = ["STRATEGIES", "config_for"]
 STRATEGIES: dict[str, type[CommonConfig]] = {
     "diloco": DiLoCoConfig,
     "fedavg-lora": FedAvgLoRAConfig,
+    "split": SplitConfig,
 }
 
 

@@ -34,7 +34,7 @@ from flower_geo.durable import (
 from flower_geo.errors import CheckpointCorrupt, StateError
 from flower_geo.training import RoundSoFar
 
-__all__ = ["GoBack", "Pace", "RoundSnapshot", "RoundSnapshots", "label_of"]
+__all__ = ["Pace", "RoundSnapshot", "RoundSnapshots", "label_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,6 @@ _LONGEST = 300.0
 _LEAST, _SPEED = 0.01, 500e6
 
 _PARTS = ("weights", "inner")
-
-
-class GoBack(Exception):
-    """The round goes on after an earlier step; 0 is its begin."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"the round goes back to step {step}")
-        self.step = step
 
 
 @dataclass(frozen=True)

@@ -38,16 +38,20 @@ def after_steps(
     Returns:
         A function that raises ``Leaving``, with a snapshot stored, when the site is to end.
     """
-    config, watch = session.config, session.watch
+    config, watch, together = session.config, session.watch, session.task.together
     size = 3 * sum(parameter.nbytes for parameter in session.task.model.parameters())
     pace = Pace(config.snapshot_steps, size)
 
     def after_step(step: int, loss: Tensor) -> None:
         watch.step(step, total, loss)
-        if step == total:  # what comes next is the round's own result
+        if step == total and not together:  # what comes next is the round's own result
             return
         leaving = watch.leaving()
-        if leaving or pace.due(step):
+        # Parties to one round keep the same steps, and the last one too: after it, nobody
+        # takes another's steps again.
+        every = config.snapshot_steps
+        due = step == total or (every and step % every == 0) if together else pace.due(step)
+        if leaving or due:
             began = time.monotonic()
             stored = snapshots.save(
                 RoundSnapshot(
@@ -58,7 +62,7 @@ def after_steps(
             pace.wrote(began)
             if stored:
                 watch.stored(step)
-        if leaving:
+        if leaving and step != total:
             raise Leaving
 
     return after_step

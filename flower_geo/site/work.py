@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from flower_geo.compression import (
     record_from_blobs,
 )
 from flower_geo.data import Cursor
+from flower_geo.errors import SessionLost
 from flower_geo.messages import Reply, Request, UpdateKind
 from flower_geo.models import load_state
 from flower_geo.site.alone import compared, is_due, train_alone
 from flower_geo.site.bench import Session, seed_of
 from flower_geo.site.identity import link_speeds
-from flower_geo.site.inround import GoBack, RoundSnapshot, RoundSnapshots, label_of
+from flower_geo.site.inround import RoundSnapshot, RoundSnapshots, label_of
 from flower_geo.site.state import Generation
 from flower_geo.site.steps import after_steps
 from flower_geo.site.watch import Watch
@@ -37,6 +39,9 @@ from flower_geo.site.watch import Watch
 __all__ = ["evaluate_request", "greet_request", "train_request"]
 
 logger = logging.getLogger(__name__)
+
+#: Times that other parties may be lost, in a row without a new step kept, in a round.
+_LOSSES = 10
 
 
 def greet_request(
@@ -60,10 +65,11 @@ def evaluate_request(
 ) -> Reply:
     """Held-out figures of the version asked for, and of what it is compared with."""
     session = Session(request, node_config, watch)
-    with session.state:
+    with session.state, closing(session.task):
         base = session.base()
         if base is None:
             return session.reply(status="need")
+        session.task.meet(request, session.site, None)
         session.task.load(base, request.round, lambda: _generation_before(session).personal)
         metrics = session.held_out("before")
         metrics |= compared(session, lambda: _generation_before(session))
@@ -84,7 +90,7 @@ def train_request(
     """
     started = time.perf_counter()
     session = Session(request, node_config, watch)
-    with session.state:
+    with session.state, closing(session.task):
         key = (request.base_hash, request.fingerprint)
         known = session.state.load(request.round)
         if known is not None and known.key == key:
@@ -96,17 +102,11 @@ def train_request(
             return session.reply(status="need")
         before = _generation_before(session)
         snapshots = RoundSnapshots(
-            session.state.folder, _label(session, before), session.task.snapshots_kept
+            session.state.folder, _label(session, before), 2 if session.task.together else 1
         )
         found = snapshots.load()
         earlier = found.so_far.seconds if found is not None else 0.0
-        while True:
-            try:
-                after, reply = _train(session, base, before, snapshots, found)
-                break
-            except GoBack as back:
-                logger.info("site %s: %s", session.site, back)
-                found = snapshots.back_to(back.step)
+        after, reply = _trained(session, base, before, snapshots, found)
         reply.metrics["seconds-total"] = time.perf_counter() - started + earlier
         after.fields = {"metrics": reply.metrics, "kind": reply.kind, "codec": reply.codec}
         session.watch.phase("storing")
@@ -116,6 +116,30 @@ def train_request(
         if is_due(session, after):
             _alone(session, before, after)
         return reply
+
+
+def _trained(
+    session: Session,
+    base: dict[str, Tensor],
+    before: Generation,
+    snapshots: RoundSnapshots,
+    found: RoundSnapshot | None,
+) -> tuple[Generation, Reply]:
+    """The round, from where all parties to it can go on, as often as one of them is lost."""
+    losses, best = 0, -1
+    while True:
+        try:
+            session.watch.phase("meeting")
+            step = session.task.meet(session.request, session.site, snapshots.steps())
+            if step is not None:
+                found = snapshots.back_to(step)
+            return _train(session, base, before, snapshots, found)
+        except SessionLost as lost:
+            newest = max(snapshots.steps(), default=0)
+            losses, best = (0 if newest > best else losses + 1), max(best, newest)
+            if losses >= _LOSSES:
+                raise
+            logger.info("site %s: %s", session.site, lost)
 
 
 def _alone(session: Session, before: Generation, after: Generation) -> None:

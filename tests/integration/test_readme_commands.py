@@ -101,10 +101,12 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     shutil.copytree(
         REPO / "apps", folder / "apps", ignore=shutil.ignore_patterns("__pycache__", ".flwr*")
     )
-    for app in ("diloco", "fedavg_lora"):
+    for app in ("diloco", "fedavg_lora", "split"):
         project = folder / "apps" / app / "pyproject.toml"
         text = project.read_text()
         for key, value in SMALL.items():
+            if (app, key) == ("split", "model"):
+                continue  # to be cut in three, it has more layers
             text, changed = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value}", text)
             assert changed == 1, key
         project.write_text(text)
@@ -198,6 +200,12 @@ def test_an_adapter_on_an_own_model_and_own_answers(reader: Reader) -> None:
     assert committed(reader.folder / "runs" / "adapter") == [1, 2]
     shown = python(reader, "PeftModel", "print(type(tuned).__name__, tuned.active_adapter)")
     assert shown.split()[-2:] == ["PeftModelForCausalLM", "default"], shown
+
+
+def test_a_model_cut_in_two(reader: Reader) -> None:
+    shown = reader.types(lines_with("apps/split", "--sites 2"))
+    assert "2 sites" in shown and committed(reader.folder / "runs" / "split") == [*range(1, 11)]
+    assert (reader.folder / "runs" / "split" / "model" / "adapter_model.safetensors").exists()
 
 
 def test_a_coordinator_and_an_institution(reader: Reader) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flower_geo.config import CommonConfig, FedAvgLoRAConfig
+from flower_geo.config import CommonConfig, FedAvgLoRAConfig, SplitConfig
 from flower_geo.site.tasks.base import Task
 from flower_geo.site.tasks.pretrain import Pretraining
 
@@ -20,6 +20,10 @@ def task_for(
     phase: Callable[[str], None],
 ) -> Task:
     """The task of the configuration's strategy."""
+    if isinstance(config, SplitConfig):
+        from flower_geo.site.tasks.split import Split
+
+        return Split(config, node_config, device, total_steps, phase)
     if isinstance(config, FedAvgLoRAConfig):
         # Imported here: plain pretraining needs no PEFT.
         from flower_geo.site.tasks.adapters import Adapters

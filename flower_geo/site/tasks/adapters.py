@@ -49,12 +49,13 @@ from flower_geo.models.adapter_choice import adapter_spec, adapter_tokenizer, si
 from flower_geo.models.folding import FoldedBase
 from flower_geo.models.identity_text import identity_text
 from flower_geo.site.identity import cache_folder, node_number
-from flower_geo.site.tasks.base import inner_config
+from flower_geo.site.tasks.base import Alone
 from flower_geo.site.tasks.comparison import AdapterComparison
 from flower_geo.site.tasks.kept import KeptByFiles, Stamps, file_stamps
 from flower_geo.training import InnerLoop, TrlLoop
+from flower_geo.training.settings import inner_config
 
-__all__ = ["Adapters"]
+__all__ = ["Adapters", "initial_adapter"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _built(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: Adap
         chat_template=chat_template_of(words), model=base if quantise == "none" else None,
     )  # fmt: skip
     adapted = attach(base, spec, seed)
-    initial = _initial(adapted, whole, seed)
+    initial = initial_adapter(adapter_state(adapted), whole, seed)
     if quantise == "none":
         adapted.to(torch.device(device))
     return _Bench(
@@ -108,7 +109,7 @@ def _built(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: Adap
     )  # fmt: skip
 
 
-class Adapters:
+class Adapters(Alone):
     """See ``tasks.base.Task``.
 
     Args:
@@ -129,14 +130,13 @@ class Adapters:
         phase: Callable[[str], None],
     ) -> None:
         self.growing: Growing = is_fold
-        self.snapshots_kept = 1
         self.config = config
         self.device = device
         self.total_steps = total_steps
         self.whole = adapter_spec(config)
         self.spec = site_spec(self.whole, _rank(node_config), _alpha(node_config))
         phase("model")
-        self.bench = _bench(config, device, self.whole, self.spec)
+        self.bench: Any = self._bench(device)
         self.model = self.bench.model
         self.initial_hash = self.bench.initial_hash
         self.identity = self.bench.identity
@@ -148,7 +148,14 @@ class Adapters:
         self.pad = pad_id_of(self.bench.tokenizer)
         self._round = 0
         self._own = names_of(config.personal)
-        self.comparison = AdapterComparison(self)
+        self.comparison: AdapterComparison | None = self._compared()
+
+    def _bench(self, device: str) -> Any:
+        """Model and tokenizer, kept from request to request."""
+        return _bench(self.config, device, self.whole, self.spec)
+
+    def _compared(self) -> AdapterComparison | None:
+        return AdapterComparison(self)
 
     def initial(self) -> dict[str, Tensor]:
         """The fresh adapter at the coordinator's rank."""
@@ -156,7 +163,8 @@ class Adapters:
 
     def schema(self) -> dict[str, Tensor]:
         """The adapter's names and shapes at the coordinator's rank."""
-        return self.bench.whole
+        whole: dict[str, Tensor] = self.bench.whole
+        return whole
 
     def sizes(self) -> dict[str, float]:
         """Examples of both parts, and what was left out or cut."""
@@ -176,12 +184,16 @@ class Adapters:
         """Fold what is to be folded, and take the adapter at this site's rank and scale."""
         self._round = round
         self.bench.base.hold(folds_in(base))
-        state = self._at_my_rank({n: t for n, t in base.items() if not is_fold(n)})
-        mine = self._scaled(state, to_site=True)
+        mine = self.mine(base)
         if self._own:
             mine |= {name: tensor for name, tensor in personal().items() if name in mine}
         load_adapter_state(self.model, mine)
         set_trained(self.model, lambda name: trained(name, self.config.aggregation, round))
+
+    def mine(self, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The adapter of a version at this site's rank and scale."""
+        state = self._at_my_rank({n: t for n, t in base.items() if not is_fold(n)})
+        return self._scaled(state, to_site=True)
 
     def _at_my_rank(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ranks = {m: self.spec.rank_of(m) for m in map(module_of, state) if m}
@@ -207,8 +219,11 @@ class Adapters:
 
     def local(self) -> dict[str, Tensor]:
         """The same as it is now, in the coordinator's scale."""
-        state = {name: t for name, t in adapter_state(self.model).items() if self._sends(name)}
-        return self._scaled(state, to_site=False)
+        return self.sent(adapter_state(self.model))
+
+    def sent(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is sent of an adapter's state, in the coordinator's scale."""
+        return self._scaled({n: t for n, t in state.items() if self._sends(n)}, to_site=False)
 
     def personal(self) -> dict[str, Tensor]:
         """Tensors that match a personal pattern, in this site's scale."""
@@ -243,9 +258,8 @@ class Adapters:
         )  # fmt: skip
 
 
-def _initial(model: Any, whole: AdapterSpec, seed: int) -> dict[str, Tensor]:
-    """The fresh adapter as the coordinator has it, whatever rank this site's has."""
-    state = adapter_state(model)
+def initial_adapter(state: dict[str, Tensor], whole: AdapterSpec, seed: int) -> dict[str, Tensor]:
+    """The fresh adapter as the coordinator has it, whatever rank this site's ``state`` has."""
     for module, (a, b) in modules_in(state).items():
         rank = whole.rank_of(module)
         state[a] = initial_a(seed, module, rank, state[a].shape[1])

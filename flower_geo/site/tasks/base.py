@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from flower_geo.compression import Growing
-from flower_geo.config import CommonConfig
 from flower_geo.data import Cursor
-from flower_geo.training import InnerConfig, InnerLoop
+from flower_geo.messages import Request
+from flower_geo.training import InnerLoop
 
-__all__ = ["Comparison", "Task", "inner_config"]
+__all__ = ["Alone", "Comparison", "Task"]
 
 
 class Comparison(Protocol):
@@ -52,7 +52,8 @@ class Task(Protocol):
         tokenizer_hash, identity: what the coordinator compares with its own.
         data_name, data_fingerprint: the site's data, for people and for snapshots.
         sequences: training sequences, for the cursor.
-        snapshots_kept: snapshots within a round that a site keeps.
+        together: whether a round is one of several parties, which may have to go back
+            to a step that all of them still have.
         comparison: what a finished run is compared with; None where it is not.
     """
 
@@ -64,7 +65,7 @@ class Task(Protocol):
     data_name: str
     data_fingerprint: str
     sequences: int
-    snapshots_kept: int
+    together: bool
 
     @property
     def comparison(self) -> Comparison | None:
@@ -99,6 +100,24 @@ class Task(Protocol):
     def personal(self) -> dict[str, Tensor]:
         """Trained tensors that never leave the site."""
 
+    def meet(self, request: Request, site: str, steps: Sequence[int] | None) -> int | None:
+        """Find the others of the round.
+
+        Args:
+            request: that asks for the round, or for an evaluation.
+            site: this one.
+            steps: of the round, that there is a snapshot of; None to evaluate only.
+
+        Returns:
+            The step that all go on after; None where a site works by itself.
+
+        Raises:
+            SplitError: they are not to be had.
+        """
+
+    def close(self) -> None:
+        """The request is answered."""
+
     def loop(self) -> InnerLoop:
         """A loop over the model's trained parameters."""
 
@@ -109,11 +128,14 @@ class Task(Protocol):
         """``loss`` a token, ``eval-tokens``, and more of the site's held-out data."""
 
 
-def inner_config(config: CommonConfig, total_steps: int) -> InnerConfig:
-    """Settings of the inner loop."""
-    return InnerConfig(
-        lr=config.inner_lr, weight_decay=config.weight_decay, clip_norm=config.clip_norm,
-        warmup_steps=config.warmup_steps, total_steps=total_steps, schedule=config.schedule,
-        min_lr_ratio=config.min_lr_ratio, grad_accum=config.grad_accum,
-        precision=config.precision, optimizer=config.inner_optimizer,
-    )  # fmt: skip
+class Alone:
+    """The part of a task that is that of a site which needs no other in a round."""
+
+    together = False
+
+    def meet(self, request: Request, site: str, steps: Sequence[int] | None) -> int | None:
+        """Nobody is to be met."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held open."""

@@ -18,9 +18,10 @@ from flower_geo.data.sources import Files, open_source
 from flower_geo.data.spec import parse_spec
 from flower_geo.models import build_model, check_vocab, load_state, snapshot
 from flower_geo.site.identity import cache_folder, node_number
-from flower_geo.site.tasks.base import inner_config
+from flower_geo.site.tasks.base import Alone
 from flower_geo.site.tasks.kept import KeptByFiles, Stamps, file_stamps
 from flower_geo.training import InnerLoop, evaluate
+from flower_geo.training.settings import inner_config
 
 __all__ = ["Pretraining", "workbench"]
 
@@ -46,7 +47,7 @@ def workbench(model: str, seed: int, tokenizer: str, seq_len: int, device: str) 
     return _Workbench(module.to(torch.device(device)), initial, words, tokenizer_hash(words))
 
 
-class Pretraining:
+class Pretraining(Alone):
     """See ``tasks.base.Task``.
 
     Args:
@@ -66,7 +67,6 @@ class Pretraining:
         phase: Callable[[str], None],
     ) -> None:
         self.growing: Growing = none_grows
-        self.snapshots_kept = 1
         self.comparison = None
         self.identity = ""
         self.config = config
