@@ -138,7 +138,7 @@ def plan_split(
     )  # fmt: skip
     lines = [(rtt_ms, mbit), *(line for line in LINES if table and line != (rtt_ms, mbit))]
     shape = f"{micro_batches} micro-batches of {batch_size} x {seq_len} tokens"
-    title = f"{model}, {cut_bottom} layers below and {cut_top} above at the site, {shape}"
+    title = f"{model}, layers at the site: {cut_bottom} below, {cut_top} above; {shape}"
     said = verdict(planned, rtt_ms, mbit)
     whole = ("", "split", "whole model at the site")
     _show(title, whole, facts(planned), markdown)

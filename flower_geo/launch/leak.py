@@ -181,7 +181,7 @@ def risk(report: LeakReport) -> str:
     least = min(report.leaks, key=lambda leak: leak.best)
 
     def place(leak: Leak) -> str:
-        return f"{leak.cut} layers at the site and noise {leak.noise:g}"
+        return f"cut {leak.cut} and noise {leak.noise:g}"
 
     line = (
         f"Risk: whoever sees these activations reads {_words(worst.best, report.guess)} "

@@ -221,18 +221,18 @@ def verdict(planned: Planned, rtt: float, mbit: float) -> str:
         )
     since = pays_from(made.work, planned.speeds, rtt / 1000, made.micro_batches, made.in_flight)
     limit = (
-        f"at {rtt:g} ms it is from {since:.3g} Mbit/s on"
+        f"at {rtt:g} ms from {since:.3g} Mbit/s on"
         if since is not None
-        else f"at {rtt:g} ms no line makes it"
+        else f"at {rtt:g} ms over no line"
     )
     if ratio > 1:
         return (
             f"It pays: a split step is {ratio:.3g} times as fast as the whole model at the site "
-            f"({limit} faster), and the site needs {saved}."
+            f"(faster {limit}), and the site needs {saved}."
         )
     return (
         f"It does not pay in time: a split step takes {1 / ratio:.3g} times as long as the whole "
-        f"model at the site, its pace set by {_what(step)} ({limit} faster); what it saves is "
+        f"model at the site, its pace set by {_what(step)} (faster {limit}); what it saves is "
         f"memory at the site, {saved}."
     )
 

@@ -92,7 +92,7 @@ def test_the_table_has_a_row_a_cut_and_level() -> None:
 @pytest.mark.parametrize(
     ("share", "said"),
     [
-        (0.97, "reads the text (97 % of the tokens at 1 layers"),
+        (0.97, "reads the text (97 % of the tokens at cut 1 and noise 0;"),
         (0.6, "reads most of the text"),
         (0.2, "reads parts of the text"),
         (0.04, "reads hardly more than a guess"),
@@ -100,7 +100,7 @@ def test_the_table_has_a_row_a_cut_and_level() -> None:
 )
 def test_the_risk_in_plain_words(share: float, said: str) -> None:
     line = risk(report(leak(1, 0.0, share), leak(2, 0.5, 0.01)))
-    assert said in line and "at best 1 %, at 2 layers at the site and noise 0.5" in line
+    assert said in line and "at best 1 %, at cut 2 and noise 0.5" in line
     assert ("Treat the cloud" in line) is (share >= 0.5)
     assert "\n" not in line and "tried" not in line
 

@@ -49,8 +49,8 @@ def test_a_slow_line_does_not_pay_and_says_what_does() -> None:
     planned = plan(SMALL)
     said = verdict(planned, 50, 0.1)
     assert said.startswith("It does not pay in time") and "the line up" in said
-    assert "Mbit/s on faster" in said and "memory" in said
-    assert "no line makes it" in verdict(planned, 60_000, 100)
+    assert "(faster at 50 ms from " in said and "memory" in said
+    assert "(faster at 60000 ms over no line)" in verdict(planned, 60_000, 100)
 
 
 def test_where_the_whole_model_does_not_fit_time_is_no_matter() -> None:
