@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import subprocess
 import sys
 import threading
@@ -39,8 +40,10 @@ __all__ = ["CloudProcess"]
 logger = logging.getLogger("flwr")
 
 MODULE = "flower_geo.cloud"
-#: Deaths in a row, without an answered command in between, that end the run.
+#: Deaths in one round, or over one command, after which it is not started again.
 DEATHS = 5
+#: Seconds a command may take; to load a large model is one.
+ANSWER_SECONDS = 1800.0
 #: Seconds a token is good for beyond a round's deadline.
 TOKEN_SLACK = 3600.0
 
@@ -52,6 +55,10 @@ class CloudProcess:
         config: the run's.
         folder: the run folder.
         run: names the run to sites, the same in each of the server's lives.
+
+    Attributes:
+        restarts: how often it was started again by itself.
+        failure: why it is not any more; None while it is.
     """
 
     def __init__(self, config: SplitConfig, folder: Path, run: str) -> None:
@@ -66,6 +73,7 @@ class CloudProcess:
         self._deaths = 0
         self._watcher: threading.Thread | None = None
         self.restarts = 0
+        self.failure: FlowerGeoError | None = None
 
     # -- what the strategy says -------------------------------------------------
 
@@ -87,6 +95,7 @@ class CloudProcess:
         tensors |= {f"moments/{name}": t for name, t in moments.items()}
         path = self.folder / "begin.safetensors"
         with self._lock:
+            self._deaths = 0
             self._begun = {
                 "do": "begin", "round": round, "attempt": attempt, "sites": sorted(sites),
                 "tensors": str(path), "file": write_tensors(path, tensors),
@@ -153,7 +162,6 @@ class CloudProcess:
                     break
                 except (OSError, ValueError) as error:
                     self._died(error)
-            self._deaths = 0
         if "error" in found:
             raise RoundError(f"the cloud's half: {one_line(str(found['error']))}")
         return found
@@ -191,12 +199,13 @@ class CloudProcess:
         return self._process
 
     def _died(self, error: Exception) -> None:
+        """Count a death; ``RoundError`` where it was one too many."""
         self._deaths += 1
         if self._process is not None:
             _end(self._process)
         if self._deaths >= DEATHS:
             raise RoundError(
-                f"the process of the cloud's half died {self._deaths} times in a row "
+                f"the process of the cloud's half died {self._deaths} times in a round "
                 f"({one_line(str(error)) or type(error).__name__}); see {self.folder / 'cloud.log'}"
             ) from error
 
@@ -210,10 +219,11 @@ class CloudProcess:
                 self.restarts += 1
                 logger.warning("flower-geo: the cloud's half died; it is started again")
                 try:
+                    self._died(OSError("it fails at its work"))
                     self._ask(self._begun)
                 except FlowerGeoError as failure:
-                    # Whoever asks next is told.
                     logger.error("flower-geo: %s", failure)
+                    self.failure = failure
                     return
 
     # -- the stream -----------------------------------------------------------------
@@ -261,6 +271,10 @@ def _said(process: subprocess.Popen[str], command: Mapping[str, Any]) -> dict[st
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(command) + "\n")
     process.stdin.flush()
+    # Each command has one line for an answer, so that nothing is in a buffer yet.
+    ready, _, _ = select.select([process.stdout], [], [], ANSWER_SECONDS)
+    if not ready:
+        raise OSError(f"it has not answered for {ANSWER_SECONDS:g} s")
     line = process.stdout.readline()
     if not line:
         raise OSError(f"it ended with exit code {process.wait()}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flower_geo.aggregation import Contribution
 from flower_geo.config import SplitConfig, parse
+from flower_geo.errors import NotEnoughSites
 from flower_geo.models import adapter_state
 from flower_geo.models.split import Cut, check_cut, split_parts
 from flower_geo.resilience import RunFolder, SpooledReply
@@ -118,6 +119,16 @@ class SplitFineTune(FedAvgLoRA):
         mine = {name: t for name, t in state.items() if name.startswith(_CLOUD)}
         super().load_outer_state({name: t for name, t in state.items() if name not in mine})
         self._half_moments = {name.removeprefix(_CLOUD): t for name, t in mine.items()}
+
+    def _retried(self, session: Any) -> Any:
+        """See ``GeoStrategy``; where the cloud's half fails, that is the reason."""
+        try:
+            return super()._retried(session)
+        except NotEnoughSites:
+            failure = self._process().failure
+            if failure is None:
+                raise
+            raise failure from None
 
     # -- the cloud's process ------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ __all__ = ["Rounds"]
 
 logger = logging.getLogger(__name__)
 
+#: Exit code of a process whose compute thread failed.
+FAILED = 70
 #: JSON among the tensors of an optimizer state, as bytes.
 _META = "meta"
 
@@ -69,10 +72,15 @@ class Rounds:
         port = int(settings["port"])
         for wanted in (port, 0) if port and not config.stream_port else (port,):
             server: SplitServer
-            service = Service(lambda *sites: server.drop(*sites))  # noqa: B023
+            # One that cannot answer ends, and is started again at the newest snapshot.
+            service = Service(
+                lambda *sites: server.drop(*sites),  # noqa: B023
+                lambda error: os._exit(FAILED),
+            )
             server = SplitServer(
                 service, secret=bytes.fromhex(settings["secret"]), run=str(settings["run"]),
-                terms=half.terms, limits=Limits(), address=f"{config.stream_bind}:{wanted}",
+                terms=half.terms, limits=Limits(in_flight=max(8, 2 * config.in_flight)),
+                address=f"{config.stream_bind}:{wanted}",
                 credentials=server_credentials(
                     settings["certificate"].encode(), settings["key"].encode()
                 ),

@@ -25,20 +25,20 @@ class Service:
 
     Args:
         drop: ends sites' sessions, so that they join anew.
-
-    Attributes:
-        failure: what ended the compute thread; None while it is well.
+        failed: called when the compute thread cannot go on; nobody would be answered.
     """
 
-    def __init__(self, drop: Callable[..., None]) -> None:
+    def __init__(
+        self, drop: Callable[..., None], failed: Callable[[Exception], None] = lambda error: None
+    ) -> None:
         self._drop = drop
+        self._failed = failed
         self._changed = threading.Condition(threading.RLock())
         self._round = 0
         self._groups: list[Group] = []
         self._visitors: set[str] = set()
         self._evaluated: Engine | None = None
         self._stopped = False
-        self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="flower-geo-half", daemon=True)
         self._thread.start()
 
@@ -169,7 +169,7 @@ class Service:
                             self._changed.wait(0.02)
         except Exception as error:
             logger.exception("the cloud's half fails")
-            self.failure = error
+            self._failed(error)
 
     def _look(self, now: float) -> None:
         for group in self._groups:

@@ -154,6 +154,28 @@ def test_a_dead_cloud_process_is_started_again_and_the_round_goes_on(
     assert len(killed) == 1 and equal(end, calm)
 
 
+def test_a_cloud_process_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
+    short = {"stream-deadline": 3.0, "max-retries": 0, "deadline": 40.0}
+    config = configured(tmp_path, "vanilla", **short, **{"inner-steps": 400})
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            if (Path(config.run_dir) / config.run_name / "cloud" / "begin.safetensors").exists():
+                for process in cloud_processes():
+                    process.kill()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        with pytest.raises(RoundError, match=r"died 5 times in a round .*see .*cloud\.log"):
+            run(config, federation(tmp_path, 1))
+    finally:
+        over.set()
+        thread.join()
+    assert not cloud_processes()
+
+
 def test_what_cannot_be_cut_or_bound_ends_the_run_at_once(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="leave none of the model's 2 "):
         run(configured(tmp_path, "vanilla", **{"cut-bottom": 2}), federation(tmp_path, 1))
