@@ -20,7 +20,8 @@ README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding=
 #: README's cases that are no fault of the driver's: somebody's choice or mistake.
 NO_FAULT = (
     "a reply comes late", "a site is slow", "a site fails or keeps silent twice in a row",
-    "a site is started twice", "the same round fails again and again",
+    "a site is started twice", "the cloud's half of a split model dies",
+    "the same round fails again and again",
     "the same request comes twice", "the input is wrong",
 )  # fmt: skip
 
