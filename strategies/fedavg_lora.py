@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import ArrayRecord
 from torch import Tensor
@@ -53,13 +53,17 @@ class FedAvgLoRA(GeoStrategy):
     """
 
     config: FedAvgLoRAConfig
+    #: Of the configuration, and of the model that is made from it.
+    kinds: ClassVar[tuple[type[FedAvgLoRAConfig], type[AdapterModel]]] = (
+        FedAvgLoRAConfig, AdapterModel,
+    )  # fmt: skip
 
     def __init__(self, config: FedAvgLoRAConfig | None = None, **options: Any) -> None:
+        kind, model = self.kinds
         if config is None:
-            named = {name.replace("_", "-"): value for name, value in options.items()}
-            config = parse(FedAvgLoRAConfig, named)
+            config = parse(kind, {name.replace("_", "-"): v for name, v in options.items()})
         super().__init__(config)
-        self.model = AdapterModel(config)
+        self.model = model(config)
         self.personal = names_of(config.personal)
         self.optimizer = ServerOptimizer(
             config.server_optimizer, config.server_lr, config.server_momentum,

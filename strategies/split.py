@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from flower_geo.aggregation import Contribution
-from flower_geo.config import SplitConfig, parse
+from flower_geo.config import SplitConfig
 from flower_geo.errors import NotEnoughSites
 from flower_geo.models import adapter_state
 from flower_geo.models.split import Cut, check_cut, split_parts
@@ -68,13 +68,10 @@ class SplitFineTune(FedAvgLoRA):
 
     config: SplitConfig
     model: SplitModel
+    kinds = (SplitConfig, SplitModel)
 
     def __init__(self, config: SplitConfig | None = None, **options: Any) -> None:
-        if config is None:
-            named = {name.replace("_", "-"): value for name, value in options.items()}
-            config = parse(SplitConfig, named)
-        super().__init__(config)
-        self.model = SplitModel(config)
+        super().__init__(config, **options)
         self._cloud: CloudProcess | None = None
         self._half: Mapping[str, Tensor] = {}
         self._half_moments: dict[str, Tensor] = {}

@@ -37,17 +37,13 @@ from flower_geo.evaluation.figures import instruction_figures
 from flower_geo.models import (
     AdapterSpec,
     adapter_state,
-    attach,
-    base_identity,
-    check_vocab,
     load_adapter_state,
-    load_base,
     set_trained,
 )
+from flower_geo.models.adapted import adapted_base
 from flower_geo.models.adapter import initial_a
-from flower_geo.models.adapter_choice import adapter_spec, adapter_tokenizer, site_spec
+from flower_geo.models.adapter_choice import adapter_spec, site_spec
 from flower_geo.models.folding import FoldedBase
-from flower_geo.models.identity_text import identity_text
 from flower_geo.site.identity import cache_folder, node_number
 from flower_geo.site.tasks.base import Alone
 from flower_geo.site.tasks.comparison import AdapterComparison
@@ -88,24 +84,13 @@ def _bench(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: Adap
 
 
 def _built(config: FedAvgLoRAConfig, device: str, whole: AdapterSpec, spec: AdapterSpec) -> _Bench:
-    model, seed, seq_len, quantise = config.model, config.seed, config.seq_len, config.quantise
-    words = adapter_tokenizer(model, config.tokenizer, load_tokenizer)
-    base: Any = load_base(
-        model, seed=seed, vocab_size=len(words), max_seq_len=seq_len, quantise=quantise,
-        device=device,
-    )  # fmt: skip
-    check_vocab(base, words)
-    identity = base_identity(
-        model, words, seed=seed, vocab_size=len(words), max_seq_len=seq_len,
-        chat_template=chat_template_of(words), model=base if quantise == "none" else None,
-    )  # fmt: skip
-    adapted = attach(base, spec, seed)
-    initial = initial_adapter(adapter_state(adapted), whole, seed)
-    if quantise == "none":
-        adapted.to(torch.device(device))
+    made = adapted_base(config, spec, load_tokenizer, chat_template_of, device)
+    initial = initial_adapter(adapter_state(made.model), whole, config.seed)
+    if config.quantise == "none":
+        made.model.to(torch.device(device))
     return _Bench(
-        adapted, FoldedBase(adapted), initial, content_hash(initial), words, tokenizer_hash(words),
-        identity_text(identity),
+        made.model, FoldedBase(made.model), initial, content_hash(initial), made.tokenizer,
+        tokenizer_hash(made.tokenizer), made.identity,
     )  # fmt: skip
 
 

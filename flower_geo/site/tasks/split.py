@@ -15,17 +15,8 @@ from flower_geo.data import Cursor, load_tokenizer, tokenizer_hash
 from flower_geo.data.instructions import chat_template_of, collate
 from flower_geo.errors import SessionLost
 from flower_geo.messages import Request
-from flower_geo.models import (
-    AdapterSpec,
-    adapter_state,
-    attach,
-    base_identity,
-    check_vocab,
-    load_adapter_state,
-    load_base,
-)
-from flower_geo.models.adapter_choice import adapter_tokenizer
-from flower_geo.models.identity_text import identity_text
+from flower_geo.models import AdapterSpec, adapter_state, load_adapter_state
+from flower_geo.models.adapted import adapted_base
 from flower_geo.models.split import Cut, Role, SplitPart, merge_states, split_parts
 from flower_geo.models.split.terms import split_terms
 from flower_geo.site.stream import SiteStream
@@ -55,25 +46,15 @@ _benches: dict[tuple[Any, ...], _Bench] = {}
 
 
 def _built(config: SplitConfig, device: str, whole: AdapterSpec, spec: AdapterSpec) -> _Bench:
-    words = adapter_tokenizer(config.model, config.tokenizer, load_tokenizer)
-    base: Any = load_base(
-        config.model, seed=config.seed, vocab_size=len(words), max_seq_len=config.seq_len
-    )
-    check_vocab(base, words)
-    identity = base_identity(
-        config.model, words, seed=config.seed, vocab_size=len(words), max_seq_len=config.seq_len,
-        chat_template=chat_template_of(words), model=base,
-    )  # fmt: skip
-    adapted = attach(base, spec, config.seed)
-    named = identity_text(identity)
-    parts = split_parts(adapted, Cut(config.cut_bottom, config.cut_top))
+    made = adapted_base(config, spec, load_tokenizer, chat_template_of)
+    parts = split_parts(made.model, Cut(config.cut_bottom, config.cut_top))
     mine: dict[Role, SplitPart] = {r: part for r, part in parts.items() if r != "middle"}
     half = SiteHalf(mine)
     half.to(torch.device(device))
     initial = initial_adapter(_state(half), whole, config.seed)
     return _Bench(
-        half, initial, content_hash(initial), words, tokenizer_hash(words), named,
-        split_terms(config, named, adapted),
+        half, initial, content_hash(initial), made.tokenizer, tokenizer_hash(made.tokenizer),
+        made.identity, split_terms(config, made.identity, made.model),
     )  # fmt: skip
 
 
