@@ -91,8 +91,9 @@ class CloudProcess:
             RoundError: the process cannot be started, or cannot take it.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tensors = {f"half/{name}": t for name, t in half.items()}
-        tensors |= {f"moments/{name}": t for name, t in moments.items()}
+        # In one order, so that the round has the same name in another life of the server.
+        tensors = {f"half/{name}": half[name] for name in sorted(half)}
+        tensors |= {f"moments/{name}": moments[name] for name in sorted(moments)}
         path = self.folder / "begin.safetensors"
         with self._lock:
             self._deaths = 0
