@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flower_geo.config import FIXED_KEYS, DiLoCoConfig, FedAvgLoRAConfig
+from flower_geo.config import FIXED_KEYS, DiLoCoConfig, SplitConfig
 from flower_geo.errors import (
     CheckpointCorrupt,
     ConfigError,
@@ -23,13 +23,13 @@ from flower_geo.errors import (
 from flower_geo.resilience.runfolder import RunFolder
 
 #: A configuration that has every fixed key.
-CONFIG: dict[str, Any] = FedAvgLoRAConfig().public() | DiLoCoConfig().public()
+CONFIG: dict[str, Any] = SplitConfig().public() | DiLoCoConfig().public()
 OTHER: dict[str, Any] = {
     "model": "llama-nano", "tokenizer": "elsewhere", "data": "corpus:sotu", "seq-len": 64,
     "seed": 1, "strategy": "fedavg", "error-feedback": False, "codec-down": "fp32",
     "aggregation": "avg", "rank": 8, "alpha": 1.0, "rslora": True, "target-modules": "q_proj",
     "rank-pattern": "q_proj=4", "alpha-pattern": "q_proj=4", "modules-to-save": "lm_head",
-    "personal": "*lora_B*",
+    "personal": "*lora_B*", "mode": "vanilla", "cut-bottom": 3, "cut-top": 0,
 }  # fmt: skip
 
 
