@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 __all__ = ["Relay"]
 
 #: Close at once and tell the other side by RST: linger on, for no time.
 _ABORT = struct.pack("ii", 1, 0)
+#: Pieces under way each way of a connection, at most: 16 MiB of them.
+_PIECES = 256
+
+#: (when it is due at the other end, piece).
+_Line = queue.Queue[tuple[float, bytes]]
 
 
 class Relay:
@@ -21,7 +28,7 @@ class Relay:
 
     Args:
         target: ``host:port`` to pass connections on to.
-        delay: seconds every piece waits, each way.
+        delay: seconds every piece is under way, each way; pieces overlap, as on a line.
         rate: bytes a second of all connections together, each way; 0 = as they come.
 
     Attributes:
@@ -98,23 +105,48 @@ class Relay:
             with self._lock:
                 self._sockets |= {near, far}
             for source, sink, way in ((near, far, "up"), (far, near, "down")):
-                thread = threading.Thread(target=self._pass, args=(source, sink, way), daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                line: _Line = queue.Queue(_PIECES)
+                self._start(self._take, source, line, way)
+                self._start(self._give, line, source, sink, way)
 
-    def _pass(self, source: socket.socket, sink: socket.socket, way: str) -> None:
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _take(self, source: socket.socket, line: _Line, way: str) -> None:
+        """Put every piece on the line, due when the delay is over; an empty one ends it."""
         with contextlib.suppress(OSError):
             while piece := source.recv(self._piece()):
-                if self.delay:
-                    time.sleep(self.delay)
                 if self.rate:
                     time.sleep(self._turn(way, len(piece)))
-                self._wait_in_hole()
-                with self._lock:
-                    setattr(self, way, getattr(self, way) + len(piece))
+                line.put((time.monotonic() + self.delay, piece))
+        line.put((time.monotonic() + self.delay, b""))
+
+    def _give(self, line: _Line, source: socket.socket, sink: socket.socket, way: str) -> None:
+        """Pass on what has come to the line's end."""
+        broken = False
+        while True:
+            due, piece = line.get()
+            if not piece:
+                break
+            if broken:  # until whoever takes the pieces has seen it too
+                continue
+            time.sleep(max(0.0, due - time.monotonic()))
+            self._wait_in_hole()
+            with self._lock:
+                setattr(self, way, getattr(self, way) + len(piece))
+            try:
                 sink.sendall(piece)
+            except OSError:
+                broken = True
+                self._end(source, sink)
+        time.sleep(max(0.0, due - time.monotonic()) if self.open and not broken else 0.0)
         self._wait_in_hole()
-        for each in (source, sink):
+        self._end(source, sink)
+
+    def _end(self, *ends: socket.socket) -> None:
+        for each in ends:
             with contextlib.suppress(OSError):
                 if each not in self._aborted:
                     each.shutdown(socket.SHUT_RDWR)

@@ -111,3 +111,31 @@ def test_a_slow_line_keeps_its_rate(relay: Relay) -> None:
         began = time.monotonic()
         assert len(_back(peer, b"x" * 20_000)) == 20_000
         assert time.monotonic() - began > 0.45
+
+
+def _pumped(relay: Relay, data: bytes) -> float:
+    """Seconds until all of it is back, sent without waiting for what comes."""
+    with _dial(relay) as peer:
+        began = time.monotonic()
+        sender = threading.Thread(target=peer.sendall, args=(data,))
+        sender.start()
+        found = 0
+        while found < len(data):
+            found += len(peer.recv(1 << 16))
+        sender.join(5)
+        return time.monotonic() - began
+
+
+def test_a_delay_is_a_wait_and_no_loss_of_throughput(relay: Relay) -> None:
+    relay.slow(delay=0.1)
+    with _dial(relay) as peer:
+        began = time.monotonic()
+        assert _back(peer, b"a") == b"a"
+        assert 0.2 <= time.monotonic() - began < 0.6
+    # 128 pieces each way: one after another they would take more than 12 s.
+    assert 0.2 <= _pumped(relay, b"x" * (128 << 16)) < 4.0
+
+
+def test_a_delay_adds_to_a_rate_once(relay: Relay) -> None:
+    relay.slow(delay=0.1, rate=100_000)
+    assert 0.65 < _pumped(relay, b"x" * 50_000) < 2.0
