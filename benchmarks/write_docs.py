@@ -18,7 +18,7 @@ __all__ = ["main", "with_sections"]
 
 ORDER = (
     "convergence", "presets", "codecs", "inner-loop", "overhead", "server-memory", "lora",
-    "lora-svd", "sft-loop",
+    "lora-svd", "sft-loop", "split",
 )  # fmt: skip
 _FIGURES = (
     "# Figures\n\nMeasured by `make bench`, which writes this page; each table side by side "
