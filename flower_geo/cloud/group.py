@@ -118,11 +118,11 @@ class Group:
         for site in sorted(self.meeting.missing() - self.left - self.done):
             self._leave(site)
         step = self.meeting.step(self.store.steps())
-        while step and not self._load(step):
+        while step and self._load(step) is None:
             self.store.back_to(step - 1)
             step = self.meeting.step(self.store.steps())
         if not step:
-            self._load(0)
+            self.engine.load_state_dict(*self._begin)
         self.store.back_to(step)
         self.step = self._saved = step
         self.epoch += 1
@@ -219,25 +219,23 @@ class Group:
             "ended": self._ended,
         }  # fmt: skip
 
-    def _load(self, step: int) -> bool:
-        if step == 0:
-            self.engine.load_state_dict(*self._begin)
-            return True
+    def _load(self, step: int) -> Mapping[str, Any] | None:
+        """Take over what the store has of a step: what stands beside the engine's state."""
         found = self.store.load(step)
         if found is None:
-            return False
-        self.engine.load_state_dict(found[0], found[1]["engine"])
-        return True
+            return None
+        tensors, state = found
+        self.engine.load_state_dict(tensors, state["engine"])
+        return state
 
     def _restore(self) -> None:
         """Of a round that another process began: its newest state, for sites that have ended."""
         for step in self.store.steps():
-            found = self.store.load(step)
-            if found is not None:
-                self.engine.load_state_dict(found[0], found[1]["engine"])
-                self.done = set(found[1]["done"]) & set(self.sites)
-                self.left = set(found[1]["left"]) & set(self.sites)
-                self._ended = int(found[1]["ended"])
+            state = self._load(step)
+            if state is not None:
+                self.done = set(state["done"]) & set(self.sites)
+                self.left = set(state["left"]) & set(self.sites)
+                self._ended = int(state["ended"])
                 self.step = self._saved = step
                 self.meeting = self._new_meeting()
                 return

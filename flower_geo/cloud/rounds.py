@@ -24,6 +24,7 @@ from flower_geo.models import load_adapter_state
 from flower_geo.training.settings import inner_config
 from flower_geo.training.split import CloudEngine
 from flower_geo.training.split.settings import wire_of
+from flower_geo.training.split.state import under
 from flower_geo.transport import Limits, SplitServer, server_credentials
 
 __all__ = ["Rounds"]
@@ -45,7 +46,9 @@ class Rounds:
         half: that it trains.
         server: of the stream; not started.
         service: that the server serves.
-        port: where it is to listen; 0, or one that is taken, = any free one.
+
+    Attributes:
+        port: where the server listens.
     """
 
     def __init__(
@@ -163,12 +166,12 @@ class Rounds:
     def _restored(self, told: Mapping[str, Tensor]) -> CloudEngine:
         """An engine with the optimizer, and then the weights, that the coordinator told."""
         engine = self._new_engine()
-        moments = _under(told, "moments/")
+        moments = under(told, "moments/")
         meta = moments.pop(_META, None)
         if meta is not None:
             engine.load_state_dict(moments, json.loads(bytes(meta.numpy())))
         peft: Any = self.half.part.model
-        load_adapter_state(peft, _under(told, "half/"))
+        load_adapter_state(peft, under(told, "half/"))
         return engine
 
     def _new_engine(self) -> CloudEngine:
@@ -188,7 +191,3 @@ class Rounds:
         """What of the configuration a round's steps depend on."""
         public = self.config.public()
         return {key: public[key] for key in sorted(self.config.training_keys - {"snapshot-steps"})}
-
-
-def _under(told: Mapping[str, Tensor], lead: str) -> dict[str, Tensor]:
-    return {n.removeprefix(lead): t for n, t in told.items() if n.startswith(lead)}

@@ -42,10 +42,10 @@ def forerunner(place: Place, node_id: int, supernode: int | None = None) -> str:
     """
     path, mine = place.folder / _FILE, str(node_id)
     with contextlib.suppress(OSError, StateError, psutil.Error):
-        now = _described(psutil.Process(os.getppid() if supernode is None else supernode))
         last = _read(path)
         if last and last["node"] == mine:
             return str(last["before"])
+        now = _described(psutil.Process(os.getppid() if supernode is None else supernode))
         if last and (last["host"] != now["host"] or _lives(last)):
             return ""  # elsewhere, or there: the coordinator asks it
         before = last["node"] if last else ""

@@ -71,5 +71,6 @@ def noised(x: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
             x.shape, generator=generator, device=generator.device, dtype=torch.float32
         )
         size = x.float().square().mean(dim=-1, keepdim=True).sqrt()
-        extra = (drawn.to(x.device) * (sigma * size)).to(x.dtype)
-    return x + extra
+        extra = drawn.to(x.device) * (sigma * size)
+    # Added before it is rounded to a short format, so that little noise is not lost.
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) + extra).to(x.dtype)

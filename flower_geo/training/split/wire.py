@@ -14,6 +14,7 @@ from torch import Tensor
 from flower_geo.calls import Blob
 from flower_geo.compression import Codec, codec
 from flower_geo.errors import ConfigError
+from flower_geo.models.split.noise import noised
 from flower_geo.training.split.references import References
 from flower_geo.training.split.values import DTYPES, NAMES, blob_of, refused
 
@@ -104,12 +105,7 @@ class WireEnd:
 
     def noisy(self, hidden: Tensor) -> Tensor:
         """Hidden states [b, n, d] with noise on them, detached; the tensor itself for none."""
-        given = hidden.detach()
-        if not self.wire.activation_noise:
-            return given
-        drawn = torch.randn(given.shape, generator=self._noise, dtype=torch.float32)
-        scale = given.float().square().mean(-1, keepdim=True).sqrt() * self.wire.activation_noise
-        return (given.float() + drawn.to(given.device) * scale).to(given.dtype)
+        return noised(hidden.detach(), self.wire.activation_noise, self._noise)
 
     def send(self, cut: CutName, hidden: Tensor, samples: Sequence[int] | None) -> Sent:
         """Hidden states [b, n, d] as blobs.
